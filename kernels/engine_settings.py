@@ -13,7 +13,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 class EngineSettings(KVTierSettings):
-    """Sizes of the tiers and of a step, and the engine's behaviour.
+    """The engine's tiers, steps and behaviour.
 
         EngineSettings(device_tokens=100_000, host_bytes="8GiB", policy="lru")
         EngineSettings(device_bytes="6GiB", host_bytes="24GiB")  # streams weights that do not fit

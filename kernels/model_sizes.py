@@ -28,7 +28,7 @@ def read_width(config: Mapping[str, Any], where: str, *names: str, default: int 
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """`inner` counts the numbers that a token's MLP computes between its matrices, over all its experts."""
+    """`inner`: numbers that a token's MLP, with all its experts, computes between its matrices."""
 
     layers: int
     hidden: int
@@ -62,11 +62,8 @@ class DecoderShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
     def workspace(self, tokens: int, itemsize: int, rows: int = ROWS) -> int:
-        """Return the most bytes of activations in a step of `tokens` tokens, `rows` of them with logits (RAGDoll 4.2).
-
-        A step holds its hidden states twice, and the larger of attention's and of the MLP's vectors. Norms and logits
-        are in fp32.
-        """
+        """Return the most bytes of activations of a step of `tokens` tokens, `rows` of them with logits (RAGDoll 4.2):
+        hidden states twice, and attention's or the MLP's vectors. Norms and logits are in fp32."""
         attended = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
         states = 2 * self.hidden * (itemsize + 4)
         widest = max(2 * attended, 3 * self.inner) * itemsize
@@ -89,8 +86,8 @@ _ALIGNMENT = 512
 
 
 def model_sizes(path: Path | str, *, dtype: str | None = None, block_tokens: int = 16) -> ModelSizes:
-    """Return the sizes of a folder from its safetensors' headers, or of a config.json from its shapes. `dtype` of
-    weights and KV replaces the stored one. Raises OSError, and ValueError for other models than decoders."""
+    """Read the headers of a folder's safetensors, or the shapes of a config.json. `dtype` of weights and KV replaces the
+    stored one. Raises OSError, and ValueError for other models than decoders."""
     path = Path(path)
     if dtype is not None and dtype not in _ITEMSIZES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_ITEMSIZES)}")

@@ -27,12 +27,12 @@ _PATIENCE_S = 120.0
 
 
 def profile_key(identity: Mapping[str, Any]) -> str:
-    """Return 24 hexadecimal digits. `identity` has the JSON values that determine the times."""
+    """Return 24 hexadecimal digits for the JSON values that determine the times."""
     return sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
 
 
 class ProfileCache:
-    """Profiles in `folder`, one file per `profile_key`. Reading and writing never raise; a damaged file is ignored."""
+    """Profiles in `folder`, a file per `profile_key`. Never raises; a damaged file is ignored."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = _default_folder() if folder is None else folder
@@ -60,7 +60,7 @@ class ProfileCache:
     def find_or_measure(
         self, key: str, measure: Callable[[], PrefillProfile], *, patience_s: float = _PATIENCE_S
     ) -> PrefillProfile:
-        """Return the cached profile, or measure and cache one. Processes that start together measure once."""
+        """Return the cached profile, or measure one; processes that start together measure once."""
         found = self.find(key)
         if found is not None:
             return found

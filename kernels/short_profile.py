@@ -11,7 +11,7 @@ from typing import Any
 from ragorder.trie.profile import PrefillProfile
 
 LONGEST_TOKENS = 8_192
-"""Longest measured prompt; beyond it a profile is extrapolated linearly."""
+"""Longest measured prompt; longer ones are extrapolated linearly."""
 
 PrefillTimes = Callable[[int, int], float]
 """Seconds of one prefill of (cached tokens, new tokens)."""
@@ -37,8 +37,8 @@ def measure_short_profile(
     facts: Mapping[str, Any] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> PrefillProfile:
-    """Measure T(cached, new) for prompts of at most `longest_tokens`; cached tokens are whole blocks. What exceeds
-    `budget_s` is left out: long prompts, cached prefixes, repeats. Times are medians of up to five rounds."""
+    """Measure T(cached, new), medians of up to five rounds, for prompts of at most `longest_tokens`; cached tokens are
+    whole blocks. What exceeds `budget_s` is left out: long prompts, cached prefixes, rounds."""
     start = clock()
 
     def left_s() -> float:
@@ -94,8 +94,8 @@ def measure_short_loads(
     budget_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> PrefillProfile:
-    """Return the profile with load times of `tokens` tokens per tier: medians of up to five, after a warm-up. A tier is
-    left out if it raises OSError, or if its second load would exceed `budget_s`."""
+    """Add load times of `tokens` tokens per tier: medians of up to five, after a warm-up. A tier is left out if it
+    raises OSError, or if its second load would exceed `budget_s`."""
     samples: dict[str, list[float]] = {}
     end_s = clock() + budget_s
     for tier, load in load_s.items():

@@ -14,7 +14,7 @@ from ragorder.trie.profile import LINEAR, PrefillProfile
 
 
 class KVTierSettings(BaseModel):
-    """Sizes (also text, such as "24GiB") and replacement of the tiers below the device."""
+    """Sizes (also as text, "24GiB") and replacement of the tiers below the device."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -66,7 +66,7 @@ class KVTierSettings(BaseModel):
         return policy
 
     def prefill_profile(self, measured: Callable[[], PrefillProfile] = lambda: LINEAR) -> PrefillProfile:
-        """Return `measured()` for "auto", LINEAR without a profile. Raises ValueError for an unreadable file."""
+        """Return `measured()` for "auto", LINEAR for none. Raises ValueError for an unreadable file."""
         if self.profile is None:
             return LINEAR
         return measured() if self.profile == "auto" else PrefillProfile.from_file(self.profile)

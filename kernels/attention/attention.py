@@ -1,4 +1,4 @@
-"""Attention of a step's rows over a paged cache, in Triton or torch."""
+"""Attention over a paged cache, in Triton or torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def prefix_attention(
     - `q` (T, query heads, D), `k`, `v` (T, KV heads, D): rotated, packed as in `batch`.
     - `key_cache`, `value_cache`: (blocks, block size, KV heads, D), last stride 1.
     - `scale`: 1 / sqrt(D) by default. `window`: visible positions, its own included. `softcap`: by tanh (Gemma 2).
-    - `backend` "auto": Triton on CUDA from 8.0, else torch, also for unsupported shapes.
+    - `backend` "auto": Triton for supported shapes on CUDA from 8.0, else torch.
     """
     _check_tensors({"q": q, "k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}, batch)
     if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
@@ -76,12 +76,10 @@ def sparse_attention(
 ) -> Tensor:
     """Return the attention of rows at any positions to their requests' keys (FusionRAG's Q-Sparse-Attn, 4.3).
 
-    As `prefix_attention`, without windows, but the caches already have the rows' own keys, `batch.context_lengths`
-    count every key of a request, and row t attends to keys up to `positions[t]`, int32 (T,). All layers of a step must
-    get the same `positions` object, by which `batch` caches derived values.
-
-    With `runs`, of the same `Runs.pack` as `batch`, keys are in that order, blocks are rows of the caches, and the
-    queries of each run are rotated by `turn`.
+    As `prefix_attention`, without windows. The caches have the rows' own keys, which `batch.context_lengths` count, and
+    row t attends to keys up to `positions[t]`, int32 (T,). All layers of a step must give the same `positions` object:
+    `batch` caches by it. With `runs`, of the same `Runs.pack` as `batch`, blocks are rows of the caches, and `turn`
+    rotates the queries of each run.
     """
     _check_tensors({"q": q, "key_cache": key_cache, "value_cache": value_cache}, batch)
     _check_caches(q, key_cache.shape[2], key_cache, value_cache, batch)
@@ -121,7 +119,7 @@ def choose_backend(backend: Backend, q: Tensor, block_size: int) -> Literal["tri
 
 @lru_cache
 def _lacking(device: torch.device, head_dim: int, block_size: int) -> str | None:
-    """Return what the Triton kernel lacks, or None. Logged once on CUDA."""
+    """Return what the Triton kernel lacks, or None."""
     lacking = None
     if head_dim not in HEAD_DIMS:
         lacking = f"has no head dim {head_dim}, only {', '.join(map(str, HEAD_DIMS))}"

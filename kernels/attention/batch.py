@@ -53,25 +53,22 @@ class PackedBatch:
         cls,
         query_lengths: Sequence[int],
         context_lengths: Sequence[int],
-        block_tables: Sequence[Sequence[int]],
+        block_tables: Sequence[Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int32]]],
         device: torch.device | str = "cpu",
     ) -> PackedBatch:
         if not len(query_lengths) == len(context_lengths) == len(block_tables):
             raise ValueError("give one query length, one context length and one block table for each request")
-        width = max(map(len, block_tables), default=0)
-        tables = torch.zeros(len(block_tables), width, dtype=torch.int32)
-        for row, blocks in zip(tables, block_tables, strict=True):
-            row[: len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-        starts = list(accumulate(query_lengths, initial=0))
-        batch = cls(
-            torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True),
-            torch.tensor(list(context_lengths), dtype=torch.int32).to(device, non_blocking=True),
-            tables.to(device, non_blocking=True),
-            max(query_lengths, default=0),
-            max(context_lengths, default=0),
-        )
-        spans = list(zip(starts, starts[1:], context_lengths, strict=False))
-        batch._memo["spans"] = spans
+        size, width = len(block_tables), max(map(len, block_tables), default=0)
+        starts = [0, *accumulate(query_lengths)]
+        # One array, for one copy to the device.
+        packed = np.zeros(2 * size + 1 + size * width, dtype=np.int32)
+        packed[: size + 1], packed[size + 1 : 2 * size + 1] = starts, context_lengths
+        for row, blocks in zip(packed[2 * size + 1 :].reshape(size, width), block_tables, strict=True):
+            row[: len(blocks)] = blocks
+        firsts, contexts, tables = to_device(packed, torch.device(device)).split([size + 1, size, size * width])
+        longest = max(query_lengths, default=0), max(context_lengths, default=0)
+        batch = cls(firsts, contexts, tables.view(size, width), *longest)
+        batch._memo["spans"] = list(zip(starts, starts[1:], context_lengths, strict=False))
         return batch
 
     @property
@@ -107,7 +104,7 @@ _SLACK_TOKENS = 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """Rows `begin` to `end` with keys before `last`; `whole`: each row attends to all of these."""
+    """Rows `begin` to `end` with keys before `last`; `whole`: every row attends to all of them."""
 
     begin: int
     end: int
@@ -117,7 +114,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranges:
-    """Row t attends to keys before `high[t]`, int32 (T,). `positions` are kept so that their `id` stays unique."""
+    """Row t attends to keys before `high[t]`, int32 (T,). Keeps `positions`, so that their `id` stays unique."""
 
     high: Tensor
     positions: Tensor
@@ -127,7 +124,7 @@ class Ranges:
         return batch.memo(("ranges", id(positions)), lambda: cls(positions + 1, positions))
 
     def chunks(self, batch: PackedBatch, rows: int) -> list[list[Chunk]]:
-        """Return each request's chunks of up to `rows` rows with similar ranges. Waits for the device once a step."""
+        """Return each request's chunks of up to `rows` rows of similar ranges. Waits for the device once a step."""
         return batch.memo(("chunks", id(self), rows), lambda: list(self._cut(batch, rows)))
 
     def _cut(self, batch: PackedBatch, rows: int) -> Iterator[list[Chunk]]:

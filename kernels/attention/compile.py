@@ -1,6 +1,6 @@
-"""Ahead-of-time compilation of the table's kernels, without a GPU.
+"""Compilation of the table's kernels without a GPU.
 
-Fails for spilled registers, too much shared memory, or tiles of 64 or more rows without wgmma (Hopper).
+Faults are spilled registers, too much shared memory, and tiles of 64 or more rows without wgmma (Hopper).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Registers per thread, bytes of memory (`local`: spills), counts of instructions."""
+    """Registers of a thread, bytes of memory (`local`: spills), counts of instructions."""
 
     registers: int
     stack: int

@@ -1,10 +1,10 @@
 """Triton kernels: attention to a paged prefix and new tokens, to cached keys alone, and the merge.
 
-A tile is BLOCK_M rows by BLOCK_N keys; a row is one query head of one token. Rows are ordered by token, then by head in
-the group, which shares loaded keys (GQA packing). Tiles that all rows see are computed without masks, the others in a
-last loop. The softmax is online, in base 2, with a finite first maximum: exp2(-inf - -inf) is NaN.
+A tile is BLOCK_M rows by BLOCK_N keys. A row is one query head of one token; the heads of a group, which share keys
+(GQA), are adjacent. Tiles that all rows see are computed without masks, the others in a last loop. The softmax is
+online, in base 2, with a finite first maximum: exp2(-inf - -inf) is NaN.
 
-No `from __future__ import annotations`: Triton's interpreter reads the annotations. Kernels are untyped to mypy.
+No `from __future__ import annotations`: Triton's interpreter reads the annotations.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -22,7 +22,7 @@ ANYWHERE = (
 
 @triton.jit
 def find_request(starts_ptr, tile, requests, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return a tile's request. Request r has the tiles from starts[r] * GROUP // BLOCK_M + r; the last may be empty."""
+    """Return a tile's request. Request r's tiles begin at starts[r] * GROUP // BLOCK_M + r; the last may be empty."""
     low = 0
     high = requests
     while low + 1 < high:
@@ -84,7 +84,7 @@ def _fold(scores, top, total, sums, tail_sums, values, tail_values, scale,
 @triton.jit
 def see(queries, tail_queries, key_at, value_at, dims, tail_dims, top, total, sums, tail_sums, scale, cap,
         CAPPED: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """Fold in the keys at `key_at`, which every row sees. Return the running maximum, sum and sum of values."""
+    """Fold in keys that every row sees. Return the running maximum, sum and sum of values."""
     keys = tl.load(key_at[:, None] + dims[None, :])
     tail_keys = keys
     if TAIL:
@@ -103,7 +103,7 @@ def see(queries, tail_queries, key_at, value_at, dims, tail_dims, top, total, su
 def see_in_part(queries, tail_queries, key_at, value_at, is_key, position, row_low, row_high, dims, tail_dims,
                 top, total, sums, tail_sums, scale, cap,
                 BOUNDED: tl.constexpr, CAPPED: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """As `see`, for keys at `position` that exist (`is_key`), before `row_high` and, if BOUNDED, from `row_low`."""
+    """As `see`, for rows that see existing keys (`is_key`) before `row_high` and, if BOUNDED, from `row_low`."""
     keys = tl.load(key_at[:, None] + dims[None, :], mask=is_key[:, None], other=0.0)
     tail_keys = keys
     if TAIL:
@@ -124,7 +124,7 @@ def see_in_part(queries, tail_queries, key_at, value_at, is_key, position, row_l
 
 @triton.jit
 def turn(q_at, dims, is_row, turn_at, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, ADJACENT: tl.constexpr):
-    """Return the queries at `q_at`, rotated by the cosines and the sines, with their signs, at `turn_at`."""
+    """Return the queries at `q_at`, rotated by the cosines and signed sines at `turn_at`."""
     queries = tl.load(q_at[:, None] + dims[None, :], mask=is_row[:, None], other=0.0)
     if ROTARY:
         partner = dims ^ 1 if ADJACENT else tl.where(dims < ROTARY // 2, dims + ROTARY // 2, dims - ROTARY // 2)
@@ -141,7 +141,7 @@ def see_runs(q_at, is_row, key_cache_ptr, value_cache_ptr, rows_ptr, positions_p
              runs, low, high, row_high, dims, tail_dims, top, total, sums, tail_sums, scale, cap, key_row, value_row,
              MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr, ROTARY: tl.constexpr,
              ADJACENT: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """Fold in the keys from `low` to `high` in the order of `Runs`, with the queries turned for each run."""
+    """Fold in the keys from `low` to `high`, in the order of `Runs`, with queries turned for each run."""
     slots = tl.arange(0, BLOCK_N)
     for run in tl.range(0, runs):
         begin = tl.maximum(tl.load(begins_ptr + run), low)
@@ -179,10 +179,9 @@ def attend(
 ):  # fmt: skip
     """Program (tile, KV head, split). A head has MAIN + TAIL dimensions, powers of two; TAIL may be 0.
 
-    Positions 0 to context - 1 are in the cache, by the block table; the request's new tokens follow. `scale` is in base
-    2, or divided by the cap if CAPPED; `cap` is in base 2. `out` is (tokens, query heads, dimensions). With SPLIT each
-    split writes a float32 part of its share of keys to `out` (splits, tokens, query heads, dimensions) and the base-2
-    logarithm of its weight to `lse`.
+    The context is in the cache, by the block table; the new tokens follow. `scale` is in base 2, or divided by the cap
+    if CAPPED; `cap` is in base 2. `out` is (tokens, query heads, dimensions). With SPLIT each split writes its float32
+    part to `out` (splits, tokens, query heads, dimensions) and the base-2 logarithm of its weight to `lse`.
     """
     # A request's last tiles see the most keys, so they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -327,10 +326,7 @@ def attend_at(
     CAPPED: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
     RUNS: tl.constexpr, ROTARY: tl.constexpr, ADJACENT: tl.constexpr,
 ):  # fmt: skip
-    """As `attend`, for rows that see cached keys before their `high` (FusionRAG 4.3).
-
-    With RUNS keys are in the order of `Runs`, and blocks are rows of the cache.
-    """
+    """As `attend`, for rows that see cached keys before their `high` (FusionRAG 4.3). With RUNS, blocks are rows."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     request = find_request(starts_ptr, tile, requests, GROUP, BLOCK_M)

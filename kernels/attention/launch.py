@@ -43,7 +43,7 @@ def triton_attention(
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """`tile` and `splits` override the table. Raises ValueError for cache rows that are not aligned to 16 bytes."""
+    """`tile` and `splits` override the table. Raises ValueError for cache rows not aligned to 16 bytes."""
     _check_alignment(key_cache, value_cache)
     q, k, v = map(_aligned, (q, k, v))
     tokens, heads, head_dim = q.shape

@@ -22,9 +22,8 @@ _Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class QueryTurn(NamedTuple):
-    """Rotation of a layer's queries for each offset. `table` float32 (offsets, 2, D): cosines, and sines with the sign
-    of their dimension. The first `rotary` dimensions rotate: i with i + rotary / 2, or 2 i with 2 i + 1 if
-    `adjacent`."""
+    """Rotation of a layer's queries for each offset. `table` float32 (offsets, 2, D): cosines and signed sines. The
+    first `rotary` dimensions rotate: i with i + rotary / 2, or 2 i with 2 i + 1 if `adjacent`."""
 
     table: Tensor
     rotary: int
@@ -36,7 +35,7 @@ class QueryTurn(NamedTuple):
         return self._replace(table=self.table * self.table.new_tensor([[1.0], [-1.0]]))
 
     def apply(self, queries: Tensor, offsets: Tensor) -> Tensor:
-        """Return float32: queries (.., heads, D), rotated for `offsets` int64 (..)."""
+        """Return queries (.., heads, D) in float32, rotated for `offsets` int64 (..)."""
         cos, sin = self.table[offsets].unsqueeze(-3).unbind(-2)
         queries = queries.float()
         return queries * cos + self._partners(queries) * sin
@@ -54,13 +53,13 @@ class QueryTurn(NamedTuple):
 class Runs:
     """Keys of R requests in units of one offset, by the first position of each unit (FusionRAG 4.3, A.1).
 
-    A key that is read `moves[offset]` positions after where it was computed is not turned: its queries are turned back.
+    Keys of an offset are read `moves[offset]`, int64, positions after where they were computed. They are not turned:
+    their queries are turned back.
 
     - `positions` int32 (R, keys): each key's position in its request.
     - `units` int32 (R, keys / UNIT): offset of each unit.
     - `begins` int32 (R, runs + 1), `offsets` int32 (R, runs): first keys of runs of units, and their offset.
     - `reaches` int32 (T,): row t sees no key from there on.
-    - `moves` int64 (offsets,).
     """
 
     positions: Tensor
@@ -74,8 +73,8 @@ class Runs:
     def pack(
         cls, rows: Sequence[_Ints], moves: Sequence[_Ints], queries: Sequence[_Ints], device: torch.device | str
     ) -> tuple[PackedBatch, Self]:
-        """Order the keys of each request, by position: `rows`, where a key is, and `moves`. `queries` are the positions
-        of the rows that attend to them. Blocks of the batch are rows."""
+        """Pack each request's keys: for each position the row in the pool and the move, and the positions of the
+        `queries`. Blocks of the batch are rows."""
         ordered = [_order(*each) for each in zip(rows, moves, strict=True)]
         lengths = np.array([len(each.rows) for each in ordered])
         longest = int(lengths.max())

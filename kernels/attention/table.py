@@ -66,7 +66,7 @@ _SINGLE: dict[int, tuple[Tile, ...]] = {
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """Return the family; unknown devices count as the one with the least memory."""
+    """Return the family; an unknown device counts as the one with the least memory."""
     major, minor = capability
     if major in (9, 10):
         return "sm_90"
@@ -74,7 +74,7 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 def choose_tile(family: str, head_dim: int, itemsize: int, rows: int) -> Tile:
-    """Return the tile for up to `rows` rows. Raises KeyError if there is none."""
+    """Return the tile for up to `rows` rows. Raises KeyError."""
     tiles = _SINGLE[head_dim] if itemsize == 4 else _TILES[family, head_dim, itemsize]
     return next((tile for tile, most in zip(tiles, ROWS, strict=False) if rows <= most), tiles[-1])
 
@@ -91,7 +91,7 @@ def count_programs(tile: Tile, tokens: int, requests: int, group: int, kv_heads:
 
 @lru_cache(maxsize=4096)
 def choose_splits(tile: Tile, programs: int, keys: int, multiprocessors: int) -> int:
-    """Return the key splits that keep all multiprocessors busy, as in FlashAttention."""
+    """Return the splits that keep all multiprocessors busy, as in FlashAttention."""
     # The registers of eight warps fill a multiprocessor.
     room = multiprocessors * max(1, 8 // tile.warps)
     # The fewest splits that fill the last wave of programs within 15 % of the best.

@@ -1,12 +1,13 @@
 """Attention in torch: reference, and backend on CPUs.
 
-A request's cached and new keys are gathered, and its queries are processed in chunks. One mask per step, cut to size,
-serves all chunks, requests and layers. Decoding requests of similar length are batched.
+A request's keys are gathered, and its queries are processed in chunks. One mask of a step, cut to size, serves all
+chunks, requests and layers. Decoding requests of similar length are batched.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -16,10 +17,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ragorder.kernels.attention.batch import Chunk, PackedBatch, Ranges, Span
+from ragorder.kernels.attention.batch import PackedBatch, Ranges, Span
 
 _ON_GPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Without cuDNN, which reads a mask in words of 16 bytes from any address: a lasting CUDA error."""
+"""Not cuDNN: it reads a mask in words of 16 bytes from any address, a lasting CUDA error."""
 
 _MASK_ALIGNMENT = 8
 """Numbers. Some backends read a mask's rows in words without checking."""
@@ -76,7 +77,9 @@ def torch_sparse_attention(q: Tensor, caches: Caches, batch: PackedBatch, ranges
         keys, values = (_gather(cache, batch.block_tables[request], last) for cache in caches)
         for chunk in chunks:
             own = slice(chunk.begin, chunk.end)
-            mask = None if chunk.whole else _range_mask(chunk, ranges, q.dtype)
+            mask = None
+            if not chunk.whole:
+                mask = hiding(torch.arange(chunk.last, device=q.device) >= ranges.high[own, None], q.dtype)
             out[own] = attend(q[own], keys[: chunk.last], values[: chunk.last], mask, rule)
     return out
 
@@ -138,7 +141,7 @@ def _mask(batch: PackedBatch, like: Tensor, window: int | None, queries: int, ke
         hidden = torch.ones(height, width, dtype=torch.bool, device=like.device).triu(width - height + 1)
         if window is not None:
             hidden |= torch.ones_like(hidden).tril(width - height - window)
-        return torch.zeros(height, width, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
+        return hiding(hidden, like.dtype)
 
     mask = batch.memo(("mask", window, like.dtype), make)
     return mask[len(mask) - queries :, mask.shape[1] - keys :]
@@ -175,12 +178,11 @@ def _decoding(
     places = torch.minimum(starts[:, None] + torch.arange(blocks), last[:, None]).to(device)
     positions = starts[:, None] * block_size + torch.arange(blocks * block_size)
     hidden = (positions < firsts[:, None]) | (positions > contexts[:, None])
-    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
     return _Decoding(
         tokens=torch.tensor([batch.spans[row][0] for row in rows], device=device),
         blocks=batch.block_tables[torch.tensor(rows, device=device)[:, None], places].flatten(),
         places=(contexts - starts * block_size).to(device),
-        mask=mask[:, None, None].to(device),
+        mask=hiding(hidden, dtype)[:, None, None].to(device),
         hidden=hidden.flatten().nonzero().flatten().to(device),
     )
 
@@ -206,10 +208,9 @@ def _gather(cache: Tensor, table: Tensor, last: int) -> Tensor:
     return cache.index_select(0, table[: -(-last // cache.shape[1])]).flatten(0, 1)[:last]
 
 
-def _range_mask(chunk: Chunk, ranges: Ranges, dtype: torch.dtype) -> Tensor:
-    high = ranges.high[chunk.begin : chunk.end, None]
-    hidden = torch.arange(chunk.last, device=high.device) >= high
-    return torch.zeros(hidden.shape, dtype=dtype, device=high.device).masked_fill_(hidden, -math.inf)
+def hiding(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the additive mask that hides these keys."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, causal: bool = False) -> Tensor:
@@ -230,21 +231,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, 
 
 
 def _product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, causal: bool = False) -> Tensor:
-    """(batch, heads, n, D). In float32 with a softcap, which torch's function lacks."""
+    """(batch, heads, n, D); with a softcap, which torch's function lacks, in float32."""
     if rule.softcap is None:
-        if not q.is_cuda:
-            return _sdpa(q, k, v, mask, rule, causal)
-        with sdpa_kernel(_ON_GPU):
-            return _sdpa(q, k, v, None if mask is None else _aligned(mask), rule, causal)
-    scores = _scores(q.float(), k.float(), rule)
+        if q.is_cuda and mask is not None:
+            mask = _aligned(mask)
+        with sdpa_kernel(_ON_GPU) if q.is_cuda else nullcontext():
+            found: Tensor = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=rule.scale)
+        return found
+    scores = scaled(torch.matmul(q.float(), k.float().transpose(-1, -2)), rule)
     if mask is not None:
         scores += mask
     return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, causal: bool) -> Tensor:
-    found: Tensor = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=rule.scale)
-    return found
 
 
 def _aligned(mask: Tensor) -> Tensor:
@@ -253,8 +250,8 @@ def _aligned(mask: Tensor) -> Tensor:
     return padded[..., :width].copy_(mask)
 
 
-def _scores(q: Tensor, k: Tensor, rule: Rule) -> Tensor:
-    scores = torch.matmul(q, k.transpose(-1, -2))
+def scaled(scores: Tensor, rule: Rule) -> Tensor:
+    """Scale products of queries and keys, and cap them, in place."""
     if rule.softcap is None:
         return scores.mul_(rule.scale)
     return scores.mul_(rule.scale / rule.softcap).tanh_().mul_(rule.softcap)

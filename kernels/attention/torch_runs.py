@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ragorder.kernels.attention.batch import PackedBatch, Ranges
 from ragorder.kernels.attention.runs import UNIT, QueryTurn, Runs
-from ragorder.kernels.attention.torch_backend import CHUNK, SCORES, Caches, Rule, alike, attend
+from ragorder.kernels.attention.torch_backend import CHUNK, SCORES, Caches, Rule, alike, attend, hiding, scaled
 
 
 def torch_run_attention(
@@ -47,11 +47,10 @@ class _Decoding:
         tokens = torch.tensor([batch.spans[request][0] for request in group], device=device)
         keys = max(batch.spans[request][2] for request in group)
         hidden = runs.positions[requests, :keys] >= ranges.high[tokens, None]
-        mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
         offsets = runs.units[requests, : keys // UNIT].long()
         heads = torch.arange(kv_heads, device=device)[:, None]
         rows = batch.block_tables[requests, :keys].long().flatten() * kv_heads + heads
-        return cls(tokens, rows, offsets, mask[:, None])
+        return cls(tokens, rows, offsets, hiding(hidden, torch.float32)[:, None])
 
 
 def _decode(q: Tensor, caches: Caches, decoding: _Decoding, turn: QueryTurn | None, rule: Rule) -> Tensor:
@@ -66,8 +65,9 @@ def _decode(q: Tensor, caches: Caches, decoding: _Decoding, turn: QueryTurn | No
     q = q.reshape(requests * units, kv_heads, -1, head_dim).transpose(0, 1)
     found = torch.matmul(q, keys.unflatten(1, (-1, UNIT)).transpose(2, 3))
     scores = found.unflatten(1, (requests, units)).transpose(2, 3).flatten(3)
-    values = values.unflatten(1, (requests, -1))
-    return _weigh(scores, decoding.mask, values, rule).permute(1, 0, 2, 3).reshape(requests, heads, head_dim)
+    weights = scaled(scores, rule).add_(decoding.mask).softmax(-1)
+    found = torch.matmul(weights, values.unflatten(1, (requests, -1)))
+    return found.permute(1, 0, 2, 3).reshape(requests, heads, head_dim)
 
 
 def _prefill(
@@ -93,14 +93,5 @@ def _prefill(
         own = slice(first, min(first + rows, end))
         last = int(runs.reaches[own].max())
         hidden = runs.positions[request, :last] >= ranges.high[own, None]
-        mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
-        parts.append(attend(q[own], keys[:last], values[:last], mask, rule))
+        parts.append(attend(q[own], keys[:last], values[:last], hiding(hidden, q.dtype), rule))
     return torch.cat(parts)
-
-
-def _weigh(scores: Tensor, mask: Tensor, values: Tensor, rule: Rule) -> Tensor:
-    if rule.softcap is None:
-        scores = scores.mul_(rule.scale)
-    else:
-        scores = scores.mul_(rule.scale / rule.softcap).tanh_().mul_(rule.softcap)
-    return torch.matmul(scores.add_(mask).softmax(-1), values)

@@ -34,8 +34,8 @@ class Queries:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Keys:
-    """A sequence's rotated keys in one layer: `tokens` in the pool, then `own` (n, HKV, D). `cache` (blocks, block
-    size, HKV, D), `table` int64 (blocks,). `held` bool (tokens,) marks tokens with KV, by default all."""
+    """A sequence's rotated keys in one layer: `tokens` in the `cache` (blocks, block size, HKV, D) by `table` int64
+    (blocks,), then `own` (n, HKV, D). `held` bool (tokens,) marks tokens with KV, by default all."""
 
     cache: Tensor
     table: Tensor
@@ -72,7 +72,7 @@ class Keys:
 
 
 def attention_received(queries: Queries, keys: Keys) -> Tensor:
-    """Return fp32 (keys,): weights of each key, summed over queries, mean over heads (FusionRAG 3.2)."""
+    """Return each key's weights, fp32 (keys,), summed over queries, mean over heads (FusionRAG 3.2)."""
     heads = queries.rows.shape[1]
     received = torch.zeros(len(keys), device=keys.cache.device)
     for (begin, end), weights in _weights(queries, keys):

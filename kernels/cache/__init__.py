@@ -1,4 +1,4 @@
-"""Documents' KV on device, host and disk, shared by prefix (RAGCache section 5.1)."""
+"""Documents' KV on device, host and disk, shared by prefix (RAGCache 5.1)."""
 
 from ragorder.kernels.cache.cache import KnowledgeCache
 from ragorder.kernels.cache.contents import Contents, CopyKind

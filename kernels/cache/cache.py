@@ -27,7 +27,7 @@ from ragorder.trie.profile import LINEAR, PrefillProfile
 
 
 def prefetch(tiers: Hierarchy, nodes: Iterable[CachedNode]) -> list[DeviceCopy]:
-    """Begin to load nodes, evicting no pinned or prefetched ones. Return the copies, each pinned once."""
+    """Begin to load nodes, evicting no prefetched ones. Return the copies, each pinned once."""
     loaded: list[DeviceCopy] = []
     # One by one, so that a document that appears twice is loaded once.
     for node in nodes:
@@ -107,10 +107,10 @@ class KnowledgeCache:
         cache.commit(lease, len(token_ids))  # others may share them: compute from lease.cached_tokens on
         cache.release(lease)
 
-    Nodes are committed before their step runs: the step must write all its KV before reading any. If it fails, discard
-    its leases first. A lease may borrow copies of documents outside its cached prefix (FusionRAG 4.1): read their KV
-    between `extend` and `give_back`, or the lease's end. `identity` names the model for the disk. The `replicate_nodes`
-    most used nodes are copied to the host early.
+    Nodes are committed before their step runs, so it must write all its KV before reading any; discard its leases first
+    if it fails. A lease may borrow copies of documents outside its cached prefix (FusionRAG 4.1): read them from
+    `extend` until `give_back` or the lease's end. `identity` names the model for the disk. The `replicate_nodes` most
+    used nodes are copied to the host early.
     """
 
     def __init__(
@@ -165,15 +165,15 @@ class KnowledgeCache:
         return tokens_by_tier(node for _, node in self._index.nodes(path, len(self._tiers.match(path))))
 
     def have_copies(self, path: Sequence[Segment]) -> list[bool]:
-        """Return whether any tier has a copy of each segment's document."""
+        """Return for each segment whether any tier has a copy of its document."""
         return self._index.known(path)
 
     def acquire(
         self, path: Sequence[Segment], *, borrow: bool = False, tokens: int = 0, recompute: float = 0.0
     ) -> KVLease:
         """Pin the longest cached prefix and begin to load it. `borrow` also pins copies of later documents that fit
-        beside the rest of the request's `tokens` and the share of theirs to `recompute`. Raises OutOfBlocksError,
-        changing nothing."""
+        beside the rest of the request's `tokens` and their share to `recompute`. Raises OutOfBlocksError, changing
+        nothing."""
         lease = KVLease(tuple(path), self._tiers.poll)
         self._check_fits(sum(segment.tokens for segment in path))
         if any(segment.tokens < 1 for segment in path):
@@ -190,7 +190,7 @@ class KnowledgeCache:
         return lease
 
     def extend(self, lease: KVLease, tokens: int) -> None:
-        """Wait for the loads and grow to `tokens` tokens. Implies `mark_computed`. Raises OutOfBlocksError."""
+        """Wait for the loads and grow to `tokens` tokens, after `mark_computed`. Raises OutOfBlocksError."""
         self._check_fits(tokens)
         self.mark_computed(lease)
         lease.wait()
@@ -205,7 +205,7 @@ class KnowledgeCache:
             self._tables.grow(lease, tokens)
 
     def count_borrowed(self, lease: KVLease, computed: Container[bytes] = ()) -> TierTokens:
-        """Count the use of borrowed nodes. Return their tokens without `computed` nodes."""
+        """Count the use of borrowed nodes. Return their tokens, without those of `computed` ones."""
         tokens = dict.fromkeys(TierTokens._fields, 0)
         for borrowed in lease.borrowed:
             tokens[borrowed.copy.origin] += borrowed.tokens * (borrowed.copy.node.key not in computed)
@@ -218,11 +218,11 @@ class KnowledgeCache:
         return found
 
     def give_back(self, lease: KVLease) -> None:
-        """End the borrowing, once all reads of this KV are queued."""
+        """End the borrowing, once all reads of its KV are queued."""
         self._keep_borrowed(lease, [])
 
     def commit(self, lease: KVLease, tokens: int) -> None:
-        """Insert the nodes completed by the first `tokens` tokens, or share equal ones. Implies `mark_computed`."""
+        """Insert the nodes within the first `tokens` tokens, or share equal ones, after `mark_computed`."""
         self.mark_computed(lease)
         if tokens > lease.tokens:
             raise ValueError(
@@ -244,7 +244,7 @@ class KnowledgeCache:
         lease.pending.clear()
 
     def release(self, lease: KVLease) -> None:
-        """End the lease; committed nodes stay. Implies `mark_computed`."""
+        """End the lease, after `mark_computed`; committed nodes stay."""
         if not lease.closed:
             self.mark_computed(lease)
             self._replicas.offer(lease.pinned)
@@ -262,8 +262,8 @@ class KnowledgeCache:
         self._close(lease)
 
     def purge(self, keys: Iterable[bytes], *, found: Iterable[bytes] = ()) -> None:
-        """Remove suspect nodes, of `found` those with NaN or inf, and all their descendants, from all tiers. Leases
-        keep their blocks; a lease with such a node commits nothing after it."""
+        """Remove nodes, of `found` those with NaN or inf, and all their descendants from all tiers. Leases keep their
+        blocks, but commit nothing after such a node."""
         for copy in purge(self._tiers, keys, found):
             self._withdraw(copy)
             for lease in self._leases.values():
@@ -271,7 +271,7 @@ class KnowledgeCache:
                     lease.path = lease.path[: len(lease.pinned)]
 
     def expect(self, path: Sequence[Segment], *, borrow: bool = False) -> tuple[Key, ...]:
-        """Announce a waiting request, until `settle`: the host evicts its nodes last, up to half of the host."""
+        """Announce a waiting request until `settle`: its nodes, up to half of the host, leave the host last."""
         nodes = [(segment.key, segment.tokens) for segment in path]
         if borrow:
             nodes += [(node.key, node.tokens) for _, node in self._index.nodes(path, len(self._tiers.match(path)))]
@@ -292,8 +292,8 @@ class KnowledgeCache:
         self._tiers.poll()
 
     def resize(self, *, device_blocks: int | None = None, host_blocks: int | None = None) -> None:
-        """Change the pools' numbers of blocks, between two steps. Blocks of leases may get other numbers. Raises
-        OutOfBlocksError if the used blocks do not fit, MemoryError without room for both pools; both change nothing."""
+        """Resize the pools between two steps; leases' blocks may get other numbers. Raises, changing nothing,
+        OutOfBlocksError if the used blocks do not fit, and MemoryError without room for old and new pool."""
         if device_blocks is not None:
             if device_blocks < 1:
                 raise ValueError(f"device_blocks is {device_blocks}: give 1 or more")
@@ -302,7 +302,7 @@ class KnowledgeCache:
             self._sizes.resize_host(host_blocks)
 
     def replace_device(self, blocks: int) -> None:
-        """Move the device's KV down a tier, free the pool, then allocate the new one. Raises MemoryError."""
+        """Move the device's KV down a tier, and replace the pool. Raises MemoryError."""
         self._sizes.replace_device(blocks)
 
     def forget_device(self) -> None:

@@ -30,8 +30,8 @@ _Copy = tuple[CopyKind, CopyLocation]
 
 
 class Contents:
-    """Index of nodes by a document's content (`Segment.content`). Not thread-safe. Entries are dropped once no tier has
-    their node. Of the copies after other documents only the latest are kept."""
+    """Nodes by a document's content (`Segment.content`), while a tier has them; of the copies after other documents
+    only the latest. Not thread-safe."""
 
     def __init__(self, held: Callable[[bytes], bool]) -> None:
         self._held = held
@@ -54,8 +54,8 @@ class Contents:
             self._most = max(_FEWEST, 2 * self._entries)
 
     def cover(self, documents: Sequence[bytes]) -> list[CopyLocation | None]:
-        """Return the copy to use, or None, for each of consecutive documents: a preprocessed one, else the one that
-        continues the last copy, else the one that begins the longest run."""
+        """Return the copy to use, or None, of each document: a preprocessed one, else the one that continues the last
+        copy, else the one that begins the longest run."""
         alive = [self._alive(content) for content in documents]
         runs: list[dict[bytes, int]] = []
         following: dict[bytes, int] = {}
@@ -119,7 +119,7 @@ class DocumentIndex:
             self._contents.add(segment.content, CopyLocation(segment.key, parent, start, segment.tokens), kind)
 
     def nodes(self, path: Sequence[Segment], cached: int) -> Iterator[tuple[int, CachedNode]]:
-        """Yield positions in the prompt and copies of documents after the first `cached` segments."""
+        """Yield positions and copies of documents after the first `cached` segments."""
         later = path[cached:]
         if self._disk is not None:
             self._find_on_disk(self._disk, path, later)

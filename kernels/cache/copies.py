@@ -9,20 +9,8 @@ from ragorder.kernels.paging import BlockPool, Transfer, Transfers
 
 
 class Copy:
-    """A transfer that retains its blocks. `leaving`: only this copy holds the source's blocks. `distrusted`: the
-    source's device failed before it ended."""
-
-    __slots__ = (
-        "distrusted",
-        "holds_source",
-        "leaving",
-        "source",
-        "source_blocks",
-        "target",
-        "target_blocks",
-        "then",
-        "transfer",
-    )
+    """A transfer that retains its blocks. `leaving`: nothing else holds the source's blocks. `distrusted`: the source's
+    device failed meanwhile."""
 
     def __init__(
         self,
@@ -53,15 +41,15 @@ class Copy:
             self._release_source()
 
     def end(self) -> None:
-        if self.holds_source:
-            self._release_source()
+        self._release_source()
         self.target.release(self.target_blocks)
         if self.then is not None:
             self.then(not self.failed)
 
     def _release_source(self) -> None:
-        self.holds_source = False
-        self.source.release(self.source_blocks)
+        if self.holds_source:
+            self.holds_source = False
+            self.source.release(self.source_blocks)
 
 
 class Copies:

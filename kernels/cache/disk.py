@@ -26,8 +26,8 @@ def store_identity(identity: str, shape: KVShape) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DiskSettings:
-    """`bytes` in the folder `path`, for one process at a time. Nodes to write take up to `backlog_bytes` of memory;
-    more are dropped. Raises ValueError for invalid numbers."""
+    """`bytes` in the folder `path`, for one process. Nodes to write take up to `backlog_bytes` of memory; more are
+    dropped. Raises ValueError."""
 
     path: Path
     bytes: int
@@ -47,8 +47,8 @@ class _Write:
 
 
 class StoreTier:
-    """Nodes by key in a `ChunkStore`. Writes never block: nodes wait in a backlog, where they can be read. A store that
-    cannot be opened is logged and counted once; the tier stays empty."""
+    """Nodes in a `ChunkStore`. Writes never block: nodes wait in a backlog, from which they can be read. If the store
+    cannot be opened, this is logged and counted, and the tier stays empty."""
 
     def __init__(
         self,
@@ -161,7 +161,9 @@ class StoreTier:
     def read(self, key: bytes, blocks: int) -> Future[BlockPool | None]:
         waiting = self._backlog.get(key)
         try:
-            return self._readers.submit(self._read_backlog if waiting else self._read_store, key, blocks, waiting)
+            if waiting is not None:
+                return self._readers.submit(_read_backlog, waiting, blocks)
+            return self._readers.submit(self._read_store, key, blocks)
         except RuntimeError:
             # No thread could be started.
             unread: Future[BlockPool | None] = Future()
@@ -242,17 +244,18 @@ class StoreTier:
         self._variants = {variant_content(key): key for key in store if is_variant(key)}
         return store
 
-    def _read_store(self, key: bytes, blocks: int, _: _Write | None) -> BlockPool | None:
+    def _read_store(self, key: bytes, blocks: int) -> BlockPool | None:
         staged = BlockPool(self._shape, blocks, pinned=self._pinned)
         staged.allocate(blocks)
         store = self._store
         return staged if store is not None and store.read(key, memoryview(staged.rows())) else None
 
-    def _read_backlog(self, key: bytes, blocks: int, waiting: _Write | None) -> BlockPool | None:
-        if waiting is None or waiting.blocks.blocks != blocks:
-            return None
-        waiting.copy.transfer.wait()
-        return None if waiting.copy.failed else waiting.blocks
+
+def _read_backlog(waiting: _Write, blocks: int) -> BlockPool | None:
+    if waiting.blocks.blocks != blocks:
+        return None
+    waiting.copy.transfer.wait()
+    return None if waiting.copy.failed else waiting.blocks
 
 
 def _written(future: Future[bool]) -> bool:

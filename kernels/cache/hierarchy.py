@@ -17,9 +17,8 @@ from ragorder.trie.policies import AwaitedNodes, Tier
 
 
 class Hierarchy:
-    """The nodes in memory by key, and their tiers. Evicted nodes move from the device to the host, and from there to
-    the disk with their ancestors. Nodes of waiting requests leave the host last. `on_load_failed` gets the GONE copy.
-    """
+    """Nodes in memory by key, and their tiers. Evicted nodes move from the device to the host, and from there, with
+    their ancestors, to the disk. `on_load_failed` gets the GONE copy."""
 
     def __init__(
         self,
@@ -80,8 +79,8 @@ class Hierarchy:
         return key in self.nodes or (self.disk is not None and key in self.disk)
 
     def load(self, nodes: Sequence[CachedNode], protected: Container[bytes] = ()) -> list[DeviceCopy]:
-        """Pin nodes on the device and load absent ones, up to the first one that the disk has lost. Raises
-        OutOfBlocksError, changing nothing."""
+        """Pin nodes on the device and load absent ones, up to one that the disk has lost. Raises OutOfBlocksError,
+        changing nothing."""
         pinned: list[tuple[Tier | StoreTier, CachedNode]] = []
         for node in nodes:
             source = self._source(node)
@@ -106,7 +105,7 @@ class Hierarchy:
             self.copies.free(self.device.pool, blocks)
 
     def compact(self, keep: Iterable[DeviceCopy]) -> None:
-        """Reduce the device to pinned nodes and `keep` (root first), without duplicate blocks."""
+        """Evict all but pinned nodes and `keep` (root first), and merge their duplicate blocks."""
         kept = [copy for copy in keep if copy.resident]
         for copy in kept:
             self.device.tier.pin(copy.node.key)
@@ -128,7 +127,7 @@ class Hierarchy:
         parent: bytes | None,
         above: Iterable[DeviceCopy] = (),
     ) -> DeviceCopy:
-        """Insert a PENDING node. `above` are its ancestors' copies, which may end in its first block."""
+        """Insert a PENDING node; its ancestors' copies `above` may end in its first block."""
         node = self.nodes.get(segment.key)
         if node is None:
             node = self.nodes[segment.key] = CachedNode(segment.key, parent, start, segment.tokens)
@@ -144,7 +143,7 @@ class Hierarchy:
         self._forget(node)
 
     def drop(self, node: CachedNode) -> DeviceCopy | None:
-        """Remove a node without running copies from device and host. Return the device's copy."""
+        """Remove a node that is not being copied from device and host. Return the device's copy."""
         copy = node.device
         if node.host is not None:
             self._drop_host(node, node.host)

@@ -13,7 +13,7 @@ from ragorder.kernels.paging import BlockPool
 
 @dataclass(slots=True, eq=False)
 class Borrowed:
-    """A document's KV that the request uses at position `start`. Once the lease is extended, `blocks` are retained."""
+    """A document's KV, used at position `start`; an extended lease retains its `blocks`."""
 
     start: int
     copy: DeviceCopy
@@ -26,13 +26,12 @@ class Borrowed:
 
 @dataclass(slots=True, eq=False, repr=False)
 class KVLease:
-    """Blocks of one request: cached ones and its own. Written by the cache only.
+    """Cached blocks and own blocks of one request. Only the cache writes it.
 
     - `cached_tokens`: tokens with KV once `ready`, by tier in `tokens_by_tier`; falls if a load fails.
     - `block_table`: blocks of the first `tokens` tokens, writable from index `writable_from`.
     - `pinned`: nodes of the path, root first, up to token `committed`; the running step writes the `pending` ones.
-    - `borrowed`: copies of documents after the cached prefix, which are read where they are. With them, `tokens` and
-      `block_table` are of the other tokens alone.
+    - `borrowed`: copies of later documents, read where they are; `tokens` and `block_table` leave them out.
     """
 
     path: tuple[Segment, ...]
@@ -75,7 +74,7 @@ class BlockTables:
         self._size = pool.shape.block_size
 
     def map(self, lease: KVLease, pinned: list[DeviceCopy]) -> Sequence[DeviceCopy]:
-        """Begin the table with the blocks of pinned nodes, root first. Return the unusable nodes."""
+        """Begin the table with the blocks of pinned nodes. Return the unusable nodes."""
         kept, tokens = self._usable(pinned)
         table: list[int] = []
         for copy in kept:

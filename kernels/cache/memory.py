@@ -43,8 +43,8 @@ class MemoryTier:
         return self.tier.get(key)
 
     def evict(self, blocks: int, protected: Container[bytes] = ()) -> list[bytes]:
-        """Evict until `blocks` blocks are free after copies. Return the keys, children first. Raises OutOfBlocksError,
-        evicting nothing."""
+        """Evict until `blocks` blocks are free once copies end. Return the keys, children first. Raises
+        OutOfBlocksError, evicting nothing."""
         missing = blocks - self.pool.free_blocks
         if missing > 0:
             missing -= self._copies.leaving(self.pool)

@@ -17,8 +17,8 @@ _logger = logging.getLogger("ragorder.kernels")
 
 
 class CopyState(Enum):
-    """State of a node's copy on the device. PENDING: the running step writes it, later steps may read it. GONE: out of
-    the tree; leases may hold its blocks."""
+    """PENDING: the running step writes it, later steps may read it. GONE: out of the tree; leases may hold its
+    blocks."""
 
     PENDING = auto()
     LOADING = auto()
@@ -27,7 +27,7 @@ class CopyState(Enum):
 
 
 class CopyLocation(NamedTuple):
-    """`tokens` tokens of KV computed at position `start`, directly after the node `parent`."""
+    """`tokens` tokens of KV at position `start`, directly after the node `parent`."""
 
     key: bytes
     parent: bytes | None
@@ -51,8 +51,8 @@ class CachedNode:
 
 @dataclass(slots=True, eq=False, repr=False)
 class DeviceCopy:
-    """KV in the device's `blocks`; the first and last block may also hold neighbours' tokens. `shares_first`: the first
-    block is counted for an ancestor. `origin` is the tier of its `load`. `prefetched`: not used yet."""
+    """KV in the device's `blocks`, of which the first and last may hold neighbours' tokens. `shares_first`: the first
+    block counts for an ancestor. `origin`: the tier it was loaded from. `prefetched`: not used yet."""
 
     node: CachedNode
     blocks: list[int]

@@ -68,8 +68,8 @@ class PoolSizes:
 
 
 def load_prefix(tiers: Hierarchy, path: Sequence[Segment], *, alone: bool) -> list[DeviceCopy]:
-    """Pin the cached prefix of a path and load absent nodes; if `alone`, only the part that fits. Raises
-    OutOfBlocksError, changing nothing."""
+    """Pin a path's cached prefix and load absent nodes; if `alone`, the part that fits. Raises OutOfBlocksError,
+    changing nothing."""
     nodes = tiers.match(path)
     try:
         return tiers.load(nodes)

@@ -12,8 +12,8 @@ _KEY_BYTES = 32
 
 
 class Segment(NamedTuple):
-    """A node of `tokens` tokens; `key` identifies them, all tokens before them, and the tenant. `content` is a
-    document's key directly after the system prompt. `exact`: never reuse a copy."""
+    """A node of `tokens` tokens; `key` identifies them, all before them, and the tenant. `content` is a document's key
+    directly after the system prompt. `exact`: no copy is reused."""
 
     key: bytes
     tokens: int
@@ -33,10 +33,10 @@ def segments_of(
 ) -> tuple[Segment, ...]:
     """Return the nodes of a prompt, root first.
 
-    `ends` are the documents' ends in tokens; one out of order or range is ignored, with all later ones. Neither the
-    question nor the prompt's last token (which must be computed) is in a node. Without ends, every `chunk_tokens`
-    tokens are a node. Documents after `prefix_tokens` (0 or one of the ends) get their `content`. A key is the BLAKE2b
-    digest of the parent's key and the tokens; the root's parent is the digest of `salt`.
+    `ends` are the documents' ends in tokens, up to the first one out of order or range. Neither the question nor the
+    prompt's last token (which must be computed) is in a node. Without ends, every `chunk_tokens` tokens are a node.
+    Documents after `prefix_tokens` (0 or one of the ends) have a `content`. A key is the BLAKE2b digest of the parent's
+    key (of `salt` at the root) and the tokens.
 
         >>> [segment.tokens for segment in segments_of(range(10), [4, 7])]
         [4, 3]

@@ -19,9 +19,9 @@ class TierTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CacheTierStats:
-    """One tier's snapshot. `nodes`, `tokens` (None for the disk) and `bytes` are the tree's; `used_bytes` adds leases
-    and copies. `hit_tokens` were found here, `received` nodes copied here, `failed` ones not copied from here.
-    `refused` is by reason."""
+    """`nodes`, `tokens` (None for the disk) and `bytes` are the tree's; `used_bytes` adds leases and copies.
+    `hit_tokens` were found here, `received` nodes copied to here; `failed` could not be copied from here. `refused` is
+    by reason."""
 
     nodes: int = 0
     tokens: int | None = 0
@@ -37,7 +37,7 @@ class CacheTierStats:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """All tiers' snapshot. `loads` and `copies` are running; `new_tokens` were computed for the tree."""
+    """`loads` and `copies` are running; `new_tokens` were computed for the tree."""
 
     device: CacheTierStats
     host: CacheTierStats

@@ -29,7 +29,7 @@ class NodeUses:
                 tier.hit_tokens += count
 
     def count_path(self, found: Sequence[Segment], new: Sequence[Segment], cached: int, tokens: int) -> None:
-        """Count a request's nodes. New tokens cost their share of the prefill of `tokens` after `cached` ones."""
+        """Count a request's nodes. New tokens share the cost of a prefill of `tokens` after `cached` ones."""
         segments = [*found, *new]
         if not segments:
             return

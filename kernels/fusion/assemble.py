@@ -19,7 +19,7 @@ from ragorder.kernels.paging import BlockPool, KVShape, Places
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """`tokens` tokens with KV at position `source`, in the `blocks` that cover it, to be used at position `target`."""
+    """`tokens` tokens with KV of position `source` in the `blocks` that cover it, used at position `target`."""
 
     blocks: Sequence[int]
     source: int
@@ -28,8 +28,8 @@ class Rows:
 
 
 class Layout:
-    """Where a sequence of `tokens` tokens has its KV: documents at `shared` spans where they were computed, all else in
-    blocks of its own, one after another; there recomputed tokens of documents follow."""
+    """Where a sequence of `tokens` tokens has its KV: documents in `shared` spans where they were computed, all else in
+    blocks of its own, where recomputed tokens of documents follow."""
 
     def __init__(self, tokens: int, shared: Sequence[tuple[int, int]], rotation: Rotation) -> None:
         own = np.ones(tokens, dtype=np.bool_)
@@ -41,11 +41,11 @@ class Layout:
         self._rotation = rotation
 
     def room(self, tokens: int) -> int:
-        """Return the tokens in blocks of its own, if it has `tokens` in all."""
+        """Return the tokens in blocks of its own once it has `tokens` in all."""
         return self._used + tokens - len(self._slots)
 
     def take(self, positions: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        """Give tokens places of their own: their documents' KV is hidden."""
+        """Give tokens places of their own, which hide their documents' KV."""
         new = positions[self._slots[positions] < 0]
         self._slots[new] = self._used + np.arange(len(new))
         self._used += len(new)

@@ -24,8 +24,8 @@ _PROBES = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rope:
-    """`frequencies` float32 (n,) in radians per token rotate the first 2 n dimensions of a head: i and i + n, or 2 i
-    and 2 i + 1 if `adjacent`."""
+    """`frequencies` float32 (n,), radians a token, rotate a head's first 2 n dimensions: i with i + n, or 2 i with
+    2 i + 1 if `adjacent`."""
 
     frequencies: Tensor
     adjacent: bool
@@ -83,15 +83,15 @@ class Turn:
 
 
 class Rotation:
-    """Rotations of a model's keys and queries by position, per layer; None for a layer without positions. A key rotated
-    by a difference of positions is the key at the new position (FusionRAG, appendix A.1)."""
+    """Rotations of each layer's keys and queries, None for a layer without positions. A key rotated by a difference of
+    positions is the key at the new position (FusionRAG, appendix A.1)."""
 
     def __init__(self, ropes: Sequence[Rope | None]) -> None:
         self.ropes = tuple(ropes)
 
     @classmethod
     def of(cls, model: Any) -> Self:
-        """Find the rotation of each layer's keys among the model's frequencies. Raises UnsupportedModelError."""
+        """Find each layer's rotation among the model's frequencies. Raises UnsupportedModelError."""
         candidates = list(_candidates(model))
         # Of a sequence of one token, only the position changes its keys.
         positions = (3 ** torch.arange(_PROBES)).clamp(max=_last_position(model))
@@ -112,12 +112,12 @@ class Rotation:
         return Turn(self.ropes, moved, start)
 
     def shift(self, keys: Tensor, by: Tensor | int, layer: int, *, origin: Tensor | int | None = None) -> Tensor:
-        """Move keys or queries (T, heads, D) by `by` positions, int64 (T,) or one for all. With their position `origin`
-        the result has the model's own rounding at the new positions."""
+        """Move keys or queries (T, heads, D) by `by` positions, int64 (T,) or one for all. With their positions
+        `origin` the result is rounded as by the model."""
         return self.turn(by, origin).apply(keys, layer)
 
     def verify(self, model: Any) -> None:
-        """Compare moved keys with `model`'s over all positions. Raises UnsupportedModelError."""
+        """Compare moved keys with the model's, over all positions. Raises UnsupportedModelError."""
         last = _last_position(model)
         old = torch.linspace(0, last, _PROBES).long()
         new = old.flip(0) // 2 + last // 3

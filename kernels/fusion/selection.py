@@ -18,9 +18,8 @@ Needs = Literal["nothing", "question", "two layers"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measurements:
-    """A prompt's N reused tokens and their measurements.
+    """N reused tokens at positions `reused`, int64 (N,), ascending, of documents in `spans`.
 
-    - `reused` int64 (N,): positions, ascending; `spans`: begin and end of their documents.
     - `attention` fp32 (N,): the question's in the last layer, summed over its tokens, mean over heads.
     - `deviation` fp32 (N,): squared, of key and value from full attention's in the second layer.
     """
@@ -54,7 +53,7 @@ class Selection(Protocol):
 
 
 def top(measurements: Measurements, scores: Tensor, budget: int) -> Tensor:
-    """Return the positions with the highest scores (N,); ties go to the first, NaN is lowest."""
+    """Return the positions with the highest scores (N,), of equal ones the first; NaN is lowest."""
     known = scores.masked_fill(scores.isnan(), float("-inf"))
     order = known.sort(descending=True, stable=True).indices
     return measurements.reused[order[: max(0, budget)].sort().values]
@@ -114,8 +113,8 @@ def make_selection(name: str) -> Selection:
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """How a request reuses documents outside its cached prefix. `select` chooses the share of tokens to `recompute`
-    (0: full reuse, 1: full attention); in further `rounds` the attention of these chooses more."""
+    """How a request reuses documents after its cached prefix. `select` chooses the share of tokens to `recompute` (0:
+    full reuse, 1: full attention); in further `rounds` the attention of these chooses more."""
 
     recompute: float = 0.15
     select: str = "query"

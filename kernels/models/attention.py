@@ -36,7 +36,7 @@ _WITHOUT_EFFECT = frozenset(
 
 
 class AttentionCall(NamedTuple):
-    """One layer's attention for the T new tokens of a step; vectors are rotated."""
+    """One layer's attention for a step's T new tokens, whose vectors are rotated."""
 
     layer: int
     query: torch.Tensor
@@ -56,7 +56,7 @@ class StepAttention(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScatteredRows:
-    """A step's last rows, at `positions` int32 (N,) of the requests of `batch`, whose contexts include them. `turn`
+    """A step's last N rows, at `positions` int32 (N,) of `batch`'s requests, whose contexts include them. `turn`
     rotates the queries for `runs` of keys."""
 
     batch: PackedBatch
@@ -66,8 +66,8 @@ class ScatteredRows:
 
 
 class PagedStep:
-    """`slots` int64 (S,): block * `KVShape.block_rows` + offset of each written token. `written` int64 (S,): the token
-    whose KV each slot gets, by default the next one. The last rows are `scattered`."""
+    """`slots` int64 (S,) get KV: block * `KVShape.block_rows` + offset, of the tokens `written` int64 (S,), by default
+    all in order. The last rows are `scattered`."""
 
     def __init__(
         self,

@@ -24,9 +24,8 @@ _Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New tokens of one sequence after `start` tokens in the blocks of `table`; `wants_logits` of the last one.
-    `positions` of scattered tokens begin with `start`; the positions between them have KV. With `places` the KV lies
-    there instead."""
+    """New tokens of one sequence after `start` tokens in the blocks of `table` (or at `places`); `wants_logits` of the
+    last one. `positions` of scattered tokens begin with `start`; those between them have KV."""
 
     token_ids: Sequence[int]
     start: int
@@ -47,7 +46,7 @@ class Piece:
 
     @property
     def context(self) -> int:
-        """Tokens that the new ones may attend to without their own, or with them if they are scattered."""
+        """Tokens to attend to, without the new ones, or with them if they are scattered."""
         return int(self.rows.max()) + 1 if self.scattered else self.start
 
     def gather(self, pool: BlockPool, tokens: int) -> Gathered:
@@ -57,7 +56,7 @@ class Piece:
 
 
 class PackedStep(NamedTuple):
-    """Arguments of a forward. Logits are in the order of the pieces."""
+    """Arguments of a forward, with logits in the order of the pieces."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -93,7 +92,7 @@ def pack(pieces: Sequence[Piece], pool: BlockPool) -> PackedStep:
 
     adjacent = sum(not piece.scattered for piece in packed)
     contexts = [piece.context for piece in packed]
-    batch = _batch(counts[:adjacent], contexts[:adjacent], tables[:adjacent], device)
+    batch = PackedBatch.pack(counts[:adjacent], contexts[:adjacent], tables[:adjacent], device)
     longs = to_device(long, device)
     token_ids, positions_, to, kept = longs.split([total, total, total, len(ends)])
     if adjacent == len(packed):
@@ -112,33 +111,12 @@ def pack(pieces: Sequence[Piece], pool: BlockPool) -> PackedStep:
     return PackedStep(token_ids, positions_, kept, PagedStep(pool, batch, to, scattered, written))
 
 
-def _batch(
-    counts: Sequence[int], contexts: Sequence[int], tables: Sequence[_Ints], device: torch.device
-) -> PackedBatch:
-    size = len(counts)
-    width = max(map(len, tables), default=0)
-    short = np.zeros(2 * size + 1 + size * width, dtype=np.int32)
-    short[: size + 1] = [0, *accumulate(counts)]
-    short[size + 1 : 2 * size + 1] = contexts
-    matrix = short[2 * size + 1 :].reshape(size, width)
-    for row, table in zip(matrix, tables, strict=True):
-        row[: len(table)] = table
-    shorts = to_device(short, device)
-    return PackedBatch(
-        query_starts=shorts[: size + 1],
-        context_lengths=shorts[size + 1 : 2 * size + 1],
-        block_tables=shorts[2 * size + 1 :].view(size, width),
-        longest_query=max(counts, default=0),
-        longest_context=max(contexts, default=0),
-    )
-
-
 class ForwardEnded(Exception):  # noqa: N818
     """A step's attention raises this once the rest is not needed."""
 
 
 class Forward:
-    """Calls a causal language model with a step's attention."""
+    """A causal language model, called with a step's attention."""
 
     def __init__(self, model: Any, streamer: LayerStreamer | None = None) -> None:
         self._model = model

@@ -1,8 +1,7 @@
 """Steps of few tokens as CUDA graphs.
 
-The host launches one graph instead of each kernel of each layer. A graph repeats its kernels with the same shapes and
-addresses. So a step is padded to the sizes of a `Bucket`, its tensors stay in place, and attention reads all lengths
-on the device.
+The host launches one graph instead of each layer's kernels. A graph repeats shapes and addresses, so a step is padded
+to the sizes of a `Bucket`, its tensors stay in place, and attention reads all lengths on the device.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from ragorder.kernels.models.batch import Forward, PackedStep, Piece
 from ragorder.kernels.paging import BlockPool
 
 MOST_TOKENS = 256
-"""Most tokens of a step with a graph. In larger steps the device takes longer than the host's launches."""
+"""In larger steps the device takes longer than the host's launches."""
 _LEAST_BLOCKS = 16
 _GRAPHS = 64
 _WARM_UPS = 2
-"""Steps of a bucket before its capture. They compile its kernels; rare shapes are never captured."""
+"""Steps of a bucket before its capture, which compile its kernels."""
 
 _log = logging.getLogger("ragorder.kernels.models")
 
 
 class Bucket(NamedTuple):
-    """Sizes of a padded step: tokens, requests, new tokens of a request and blocks of a table; powers of two."""
+    """Sizes of a padded step, powers of two; `query`: new tokens of a request, `blocks` of a table."""
 
     tokens: int
     requests: int
@@ -44,7 +43,7 @@ class Bucket(NamedTuple):
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> Self | None:
-        """Return the smallest bucket for the pieces, or None for a large step or scattered pieces."""
+        """Return the smallest bucket, or None for a large step or scattered pieces."""
         counts = [len(piece.token_ids) for piece in pieces]
         if sum(counts) > MOST_TOKENS or any(piece.scattered for piece in pieces):
             return None
@@ -55,10 +54,8 @@ class Bucket(NamedTuple):
 
 
 class FixedStep:
-    """Tensors of a bucket's sizes, for one step after another.
-
-    Padding tokens are requests without context. Nobody reads their KV: in its place the first token's is written again.
-    """
+    """Tensors of a bucket's sizes, for one step after another. Padding tokens are requests without context; instead of
+    their KV the first token's is written again."""
 
     def __init__(self, bucket: Bucket, pool: BlockPool) -> None:
         self._bucket = bucket
@@ -68,7 +65,7 @@ class FixedStep:
         self._shorts = torch.zeros(2 * requests + 1 + requests * blocks, dtype=torch.int32, device=pool.device)
 
     def fill(self, pieces: Sequence[Piece]) -> int:
-        """Write the pieces into the tensors. Return how many of the logits, from the first on, belong to them."""
+        """Write the pieces into the tensors. Return how many of the first logits belong to them."""
         shape, (tokens, requests, query, blocks) = self._pool.shape, self._bucket
         ends = [*accumulate(len(piece.token_ids) for piece in pieces)]
         longs = np.zeros(4 * tokens + requests, dtype=np.int64)
@@ -109,7 +106,7 @@ class FixedStep:
 
 
 class GraphCapture:
-    """Capture of kernels on `device` as graphs. These share memory, so one runs at a time."""
+    """Captures kernels as graphs, which share memory, so one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -117,7 +114,7 @@ class GraphCapture:
 
     @classmethod
     def of(cls, forward: Forward, pool: BlockPool) -> Self | None:
-        """Return a capture for the pool's device, or None without a GPU, without Triton, or if weights stream."""
+        """Return a capture, or None without a GPU, without Triton, or if weights stream."""
         if pool.device.type != "cuda" or forward.streams:
             return None
         cache = pool.views.key_caches[0]
@@ -125,8 +122,7 @@ class GraphCapture:
         return cls(pool.device) if backend == "triton" else None
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Return a function that repeats the kernels of `compute` and returns the same tensor each time. Raises
-        RuntimeError."""
+        """Return a function that repeats the kernels of `compute` and returns the same tensor. Raises RuntimeError."""
         graph = torch.cuda.CUDAGraph()
         # Other threads copy KV meanwhile.
         with (
@@ -143,12 +139,12 @@ class GraphCapture:
         return replay
 
     def forget(self) -> None:
-        """Free the memory of graphs, once none is left."""
+        """Free the memory, once no graph is left."""
         self._memory = None
 
 
 class _Held:
-    """Step of a bucket, and its graph once captured."""
+    """A bucket's step, and its graph once captured."""
 
     def __init__(self, step: FixedStep) -> None:
         self.step = step
@@ -157,7 +153,7 @@ class _Held:
 
 
 class StepGraphs:
-    """Graphs of `forward` on `pool` for steps of few tokens. Without a `capture` there are none."""
+    """Graphs of `forward` for steps of few tokens; none without a `capture`."""
 
     def __init__(self, forward: Forward, pool: BlockPool, capture: GraphCapture | None) -> None:
         self._forward = forward
@@ -174,7 +170,7 @@ class StepGraphs:
             self._capture.forget()
 
     def compute(self, pieces: Sequence[Piece]) -> torch.Tensor | None:
-        """Return the logits of the pieces that want them, or None without a bucket or a graph."""
+        """Return the wanted logits, or None without a bucket or a graph."""
         bucket = None if self._capture is None else Bucket.of(pieces)
         if bucket is None:
             return None

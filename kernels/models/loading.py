@@ -33,7 +33,7 @@ class ModelLoadError(RagorderError, ValueError):
 
 
 def pick_device(name: str | None) -> torch.device:
-    """Return the device, by default a GPU if there is one. Raises ValueError for an absent one."""
+    """Return the device, by default a GPU if there is one. Raises ValueError."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -76,7 +76,7 @@ def load_config(name: str | Path) -> Any:
 
 
 def load_model(name: str | Path, settings: EngineSettings) -> Any:
-    """Load a causal language model with all its weights. Raises ModelLoadError, UnsupportedModelError, ValueError."""
+    """Raises ModelLoadError, UnsupportedModelError, and ValueError for an absent device."""
     device = pick_device(settings.device)
     config = load_config(name)
     try:
@@ -116,14 +116,14 @@ def load_tokenizer(name: str | Path) -> Any | None:
 
 
 def may_be_on_hub(name: str) -> bool:
-    """Old names without an organisation count if downloaded: without a network the Hub's answer takes a minute."""
+    """Old names without an organisation count only if downloaded: without a network the Hub takes a minute."""
     if _HUB_NAME.fullmatch(name):
         return True
     return _OLD_HUB_NAME.fullmatch(name) is not None and isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
 def _check_found(name: str | Path) -> None:
-    """Ask the Hub once: transformers asks for each file, and five times without an answer. Raises ModelLoadError."""
+    """Ask the Hub once: transformers would ask for each file, five times. Raises ModelLoadError."""
     if Path(name).is_dir():
         return
     if not may_be_on_hub(str(name)):

@@ -1,11 +1,10 @@
-"""Models probed and patched for the engine, and the size of their KV pool."""
+"""Models probed and patched for the engine, and their KV pool's size."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,15 +29,6 @@ _logger = logging.getLogger("ragorder.kernels.engine")
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-
 class _Observer:
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int, int, int, torch.dtype]] = {}
@@ -55,9 +45,9 @@ class _Observer:
         return attend(q, k, v, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
 
 
-def observe(model: Any, forward: Forward) -> AttentionShape:
-    """Measure shapes in a run of two tokens. Raises UnsupportedModelError if layers differ, do not attend, or
-    contradict the configured windows."""
+def observe(model: Any, forward: Forward, block_size: int) -> KVShape:
+    """Run two tokens for the shape of KV. Raises UnsupportedModelError if layers differ, do not attend, or contradict
+    the configured windows."""
     name = type(model).__name__
     observer = _Observer()
     ids = _tokens(model, 2)
@@ -79,7 +69,7 @@ def observe(model: Any, forward: Forward) -> AttentionShape:
     shapes = set(observer.shapes.values())
     if len(shapes) > 1:
         raise UnsupportedModelError(f"{name} cannot be served: the shapes of heads differ between its layers")
-    heads, kv_heads, head_dim, value_dim, dtype = shapes.pop()
+    _, kv_heads, head_dim, value_dim, dtype = shapes.pop()
     if head_dim != value_dim:
         raise UnsupportedModelError(
             f"{name} cannot be served: its keys have {head_dim} dimensions a head, its values {value_dim}"
@@ -87,7 +77,7 @@ def observe(model: Any, forward: Forward) -> AttentionShape:
     if dtype not in _TOLERANCE:
         raise UnsupportedModelError(f"{name} cannot be served: KV of {dtype}; load it as float32, bfloat16 or float16")
     _check_windows(name, config, observer.windows)
-    return AttentionShape(wanted, heads, kv_heads, head_dim, dtype)
+    return KVShape(wanted, kv_heads, head_dim, block_size, dtype)
 
 
 def _check_windows(name: str, config: Any, windows: dict[int, int | None]) -> None:
@@ -103,12 +93,12 @@ def _check_windows(name: str, config: Any, windows: dict[int, int | None]) -> No
             )
 
 
-def verify(model: Any, forward: Forward, observed: AttentionShape, block_size: int, longest: int | None) -> None:
-    """Compare with eager attention on a prompt split inside a block. Raises UnsupportedModelError."""
+def verify(model: Any, forward: Forward, shape: KVShape, longest: int | None) -> None:
+    """Compare with eager attention, on a prompt split inside a block. Raises UnsupportedModelError."""
+    block_size, tolerance = shape.block_size, _TOLERANCE[shape.dtype]
     length = min(2 * block_size + block_size // 2 + 3, 96, longest or 96)
     first = max(1, length - block_size // 2 - 2)
     ids = _tokens(model, length)
-    shape = KVShape(observed.layers, observed.kv_heads, observed.head_dim, block_size, observed.dtype)
     blocks = shape.blocks_for(length)
     pool = BlockPool(shape, blocks, ids.device)
     table = pool.allocate(blocks)
@@ -127,10 +117,10 @@ def verify(model: Any, forward: Forward, observed: AttentionShape, block_size: i
     eager = eager.float()
     difference = ((ours.float() - eager).norm() / eager.norm().clamp_min(1e-12)).item()
     _logger.debug("%s: the engine's logits differ from eager attention's by %.2e", type(model).__name__, difference)
-    if not difference <= _TOLERANCE[observed.dtype]:
+    if not difference <= tolerance:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be served exactly: over a cached prefix the logits differ from those of "
-            f"transformers' eager attention by {difference:.1e} of their norm (allowed: {_TOLERANCE[observed.dtype]:g})"
+            f"transformers' eager attention by {difference:.1e} of their norm (allowed: {tolerance:g})"
         )
 
 
@@ -169,13 +159,12 @@ class PatchedModel:
         register()
         self._patch()
         try:
-            observed = observe(model, self.forward)
+            self.shape = observe(model, self.forward, settings.block_size)
             if settings.verify:
-                verify(model, self.forward, observed, settings.block_size, self.longest)
+                verify(model, self.forward, self.shape, self.longest)
         except BaseException:
             self.restore()
             raise
-        self.shape = KVShape(observed.layers, observed.kv_heads, observed.head_dim, settings.block_size, observed.dtype)
 
     def end_tokens(self, tokenizer: Any | None) -> frozenset[int]:
         ends: set[int] = set()
@@ -217,7 +206,7 @@ def wanted_tokens(longest: int | None) -> int:
 def device_blocks(
     shape: KVShape, device: torch.device, device_tokens: int | None, longest: int | None, gpu_share: float
 ) -> int:
-    """Return `device_tokens`' blocks, else a share of a GPU's free memory, or on a CPU four longest prompts."""
+    """Return the blocks of `device_tokens`, else of a share of a GPU's free memory, or of four longest prompts."""
     if device_tokens is not None:
         return max(1, device_tokens // shape.block_size)
     if device.type == "cuda":
@@ -238,7 +227,7 @@ def device_blocks(
 
 
 def _cast(model: Any, dtype: torch.dtype) -> None:
-    """Cast as if loaded in this dtype: values outside weight files, such as rotary frequencies, keep their dtype."""
+    """Cast as if loaded in this dtype: what is not in weight files, such as rotary frequencies, keeps its own."""
     if model.dtype == dtype:
         return
     for tensor in model.state_dict(keep_vars=True).values():
@@ -249,13 +238,12 @@ def _cast(model: Any, dtype: torch.dtype) -> None:
 def cache_maker(
     model: PatchedModel, settings: EngineSettings, profile: PrefillProfile, streamer: LayerStreamer | None
 ) -> Callable[[int, int], KnowledgeCache]:
-    # Reads all weights, so only for KV that outlives the process.
-    name = "" if settings.disk_path is None else _identity(model, streamer)
-    shape = model.shape
-
-    disk = None
+    shape, name = model.shape, ""
+    disk: DiskSettings | None = None
     if settings.disk_path is not None:
         disk = DiskSettings(settings.disk_path, settings.disk_bytes, backlog_bytes=settings.disk_backlog_bytes)
+        # Reads all weights, so only for KV that outlives the process.
+        name = _identity(model, streamer)
 
     def make(device_blocks: int, host_bytes: int) -> KnowledgeCache:
         return KnowledgeCache(

@@ -9,7 +9,7 @@ from ragorder.errors import RagorderError
 
 
 class UnsupportedModelError(RagorderError, ValueError):
-    """A model cannot be served exactly, or cannot reuse KV at other positions; the message says why."""
+    """A model cannot be served exactly, or cannot reuse KV at other positions."""
 
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -40,7 +40,7 @@ def check_model(model: Any) -> None:
 
 
 def longest_exact_length(model: Any) -> int | None:
-    """Return the length up to which cached keys stay valid, or None without a limit."""
+    """Return the tokens up to which cached keys stay valid, or None."""
     # LongRoPE (Phi-3 128k) changes its frequencies beyond the original window, which invalidates cached keys.
     config = text_config(model)
     original = getattr(config, "original_max_position_embeddings", None)

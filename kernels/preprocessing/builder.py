@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -38,7 +38,7 @@ class SourceDocument(NamedTuple):
 
 
 class Planner:
-    """Plans documents with at most `count` neighbours, which fit into `most_tokens` together with the document."""
+    """Plans documents with at most `count` neighbours, with which they fit into `most_tokens`."""
 
     def __init__(
         self, neighbours: Neighbours, count: int, most_tokens: int, content: Callable[[Sequence[int]], bytes]
@@ -49,7 +49,7 @@ class Planner:
         self._content = content
 
     def read(self, documents: Sequence[SourceDocument]) -> list[PlannedDocument]:
-        """Return the documents without neighbours. Raises BuildError."""
+        """Plan documents, without neighbours yet. Raises BuildError."""
         counts = Counter(document.id for document in documents)
         _refuse((id for id, count in counts.items() if count > 1), "occurs twice: give every document its own id")
         _refuse((each.id for each in documents if not len(each.token_ids)), "has no tokens: leave it out")
@@ -104,7 +104,7 @@ class WriteFailedError(RagorderError, OSError): ...
 
 
 class CopyStore:
-    """KV (tokens, layers, 2, KV heads, head_dim) directly after a tenant's system prompt. Nothing is evicted."""
+    """KV (tokens, layers, 2, KV heads, head_dim) directly after a tenant's system prompt, never evicted."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class CopyStore:
 
     @property
     def damaged(self) -> Mapping[str, int]:
-        """Chunks that were damaged (and removed) or another model's, by reason."""
+        """Damaged (and removed) chunks and another model's, by reason."""
         return self.store.counters.refusals()
 
     @property
@@ -150,11 +150,11 @@ class CopyStore:
         return self.store.read(key, bytearray(len(self._shape.covering(start, tokens)) * self._shape.block_bytes))
 
     def write(self, key: bytes, kv: torch.Tensor, prefix: torch.Tensor) -> None:
-        """Store the KV of a document or of the system prompt, unless it is stored. Raises WriteFailedError."""
+        """Store the KV of a document or of the system prompt, if missing. Raises WriteFailedError."""
         start, parent = self._place(key)
         payload = as_blocks(kv.cpu(), start, prefix[:start].cpu(), self._shape)
         cost = self._profile.cost(start, len(kv))
-        if not self.store.write(key, memoryview(payload.rows()), parent, cost=cost, protected=_Everything()):
+        if not self.store.write(key, memoryview(payload.rows()), parent, cost=cost, protected=self.store):
             why = ", ".join(self.store.counters.refusals()) or "unknown reason"
             raise WriteFailedError(f"{self._folder} cannot be written ({why})")
 
@@ -168,11 +168,6 @@ class CopyStore:
 
     def _place(self, key: bytes) -> tuple[int, bytes | None]:
         return (0, None) if key == self.prefix_key else (len(self._prefix_ids), self.prefix_key)
-
-
-class _Everything(Container[bytes]):
-    def __contains__(self, key: object) -> bool:
-        return True
 
 
 _MOST_ENTRIES = 1 << 30
@@ -195,11 +190,11 @@ class Estimate:
 class FusionBuilder:
     """Preprocessed KV of documents after one system prompt, in a folder that a disk tier opens (FusionRAG 3.1).
 
-    Each document's KV is computed after the system prompt and its neighbours' KV (each computed after the system prompt
+    A document's KV is computed after the system prompt and its neighbours' KV (each computed after the system prompt
     alone), then moved directly after the system prompt. `plan`, `add`, `remove` and `refresh` decide the contents;
-    `build` computes what is missing. After an interruption the next builder produces the same bytes.
+    `build` computes what is missing, after an interruption with the same bytes.
 
-    Nothing else may use `model` and `folder` until `close`. `engine` has the serving engine's settings, `salt` the
+    Nothing else may use `model` and `folder` until `close`. `engine`: the serving engine's settings; `salt`: the
     tenant. Raises StoreRefusedError, ManifestError, UnsupportedModelError.
     """
 
@@ -271,7 +266,7 @@ class FusionBuilder:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts given to `plan`, with `identity`, `prefix_key`, `prefix_tokens` and `token_bytes`; empty before."""
+        """The facts of `plan`, with `identity`, `prefix_key`, `prefix_tokens` and `token_bytes`; empty before it."""
         return self._manifest.facts
 
     @property
@@ -289,8 +284,8 @@ class FusionBuilder:
         self._model.restore()
 
     def plan(self, documents: Sequence[SourceDocument], facts: Mapping[str, Any] | None = None) -> None:
-        """Choose the neighbours of all documents, replacing an earlier plan. `facts` (JSON) are kept. Raises BuildError
-        for a duplicate id, and an empty or too long document."""
+        """Choose all documents' neighbours, replacing an earlier plan, and keep `facts` (JSON). Raises BuildError for a
+        duplicate id, and an empty or too long document."""
         made = {
             "identity": self._copies.identity,
             "prefix_key": self._copies.prefix_key.hex(),
@@ -304,7 +299,7 @@ class FusionBuilder:
         return known == [(each.id, self._copies.content(each.token_ids)) for each in documents]
 
     def add(self, documents: Sequence[SourceDocument]) -> int:
-        """Plan further documents, and known ids with changed texts, whose old KV is removed. Return their number."""
+        """Plan new documents and known ids with changed texts, whose KV is removed. Return their number."""
         read = self._planner.read(documents)
         known = {each.id: each for each in self._manifest}
         changed = {each.id: each for each in read if each.id not in known or known[each.id].content != each.content}
@@ -315,22 +310,22 @@ class FusionBuilder:
         return len(changed)
 
     def remove(self, ids: Iterable[str]) -> None:
-        """Remove documents and their KV. Documents computed after them stay (`stale`). Raises BuildError."""
+        """Remove documents and their KV; documents computed after them become `stale`. Raises BuildError."""
         remove_documents(self._manifest, self._copies.store, ids)
 
     def stale(self) -> list[str]:
-        """Return documents whose neighbours have changed. Their KV is still served."""
-        return [planned.id for planned, known in self._replanned() if planned.neighbours != known.neighbours]
+        """Return documents whose neighbours have changed; their KV is still served."""
+        return [planned.id for planned, _ in self._stale()]
 
     def refresh(self) -> int:
-        """Plan the stale documents again and remove their KV. Return their number."""
-        pairs = [(planned, known) for planned, known in self._replanned() if planned.neighbours != known.neighbours]
+        """Plan stale documents again and remove their KV. Return their number."""
+        pairs = self._stale()
         drop_copies(self._copies.store, {known.content for _, known in pairs})
         self._manifest.put(planned for planned, _ in pairs)
         return len(pairs)
 
     def verify(self) -> int:
-        """Read all KV and remove damaged chunks (`damaged`). Return their number."""
+        """Read all KV and remove damaged chunks. Return their number."""
         chunks = {each.key: len(each.token_ids) for each in self._manifest}
         chunks[self._copies.prefix_key] = len(self._preprocessor.prefix)
         return sum(key in self._copies and not self._copies.intact(key, tokens) for key, tokens in chunks.items())
@@ -343,9 +338,9 @@ class FusionBuilder:
         return Estimate(len(missing), sum(len(each.token_ids) for each in missing), size)
 
     def build(self, shard: tuple[int, int] = _WHOLE) -> Iterator[Built]:
-        """Compute the missing documents of part i of n, with `shard` (i, n) and i from 1. Parts built in separate
-        folders become one build when their `chunks` are in one folder. Raises BuildError for a wrong shard, KV with NaN
-        or inf, and a disk that is too small; WriteFailedError. Finished documents stay."""
+        """Compute the missing documents of `shard` (i, n), i from 1. Parts built in separate folders become one build
+        when their `chunks` are in one folder. Finished documents stay. Raises WriteFailedError, and BuildError for a
+        wrong shard, KV with NaN or inf, and a disk that is too small."""
         groups = self._groups(shard)
         self._check_room(self.estimate(shard))
         check_numbers("the system prompt", self._preprocessor.prefix)
@@ -394,7 +389,7 @@ class FusionBuilder:
         return groups[(number - 1) * len(groups) // parts : number * len(groups) // parts]
 
     def _computable(self) -> list[PlannedDocument]:
-        """Return documents with known neighbours, each content once. Lost KV of others gets other neighbours."""
+        """Return documents with known neighbours, each content once; plan others again if their KV is lost."""
         documents = list(self._manifest)
         known = {each.content for each in documents}
         lost = {each.id for each in documents if each.key not in self._copies and not known.issuperset(each.neighbours)}
@@ -406,6 +401,9 @@ class FusionBuilder:
     def _replanned(self) -> list[tuple[PlannedDocument, PlannedDocument]]:
         known = list(self._manifest)
         return list(zip(self._planner.choose(known), known, strict=True))
+
+    def _stale(self) -> list[tuple[PlannedDocument, PlannedDocument]]:
+        return [(planned, known) for planned, known in self._replanned() if planned.neighbours != known.neighbours]
 
     def _bytes_on_disk(self, document: PlannedDocument) -> int:
         return self._copies.bytes_on_disk(document.key, len(document.token_ids))

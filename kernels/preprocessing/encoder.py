@@ -16,14 +16,14 @@ HUB_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
 
 class TextEncoder:
-    """Unit vectors of texts, truncated to the model's window. The model is loaded on first use."""
+    """Unit vectors of texts, truncated to the model's window; it is loaded on first use."""
 
     def __init__(self, model: str | None = None) -> None:
         self.model = default_model() if model is None else model
         self._encoder: Any = None
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return vectors (texts, dimensions). Raises ImportError without sentence-transformers, OSError."""
+        """Return vectors (texts, dimensions). Raises ImportError, OSError."""
         if self._encoder is None:
             self._encoder = self._load()
         # The tokenizer's Rust strings cannot contain lone surrogates.
@@ -52,7 +52,7 @@ class TextEncoder:
 
 
 def default_model() -> str:
-    """Return the folder of the tests' model if it is installed, else MiniLM's name on the Hub."""
+    """Return the tests' model if it is installed, else MiniLM on the Hub."""
     return packaged_model() or HUB_MODEL
 
 

@@ -17,11 +17,11 @@ from ragorder.kernels.preprocessing.manifest import Manifest, ManifestError, NoB
 _logger = logging.getLogger("ragorder.kernels.engine")
 
 BUILD_FITS = ("used", "other_model", "other_prefix", "other_documents")
-"""A fused request has documents of the build after its system prompt, or else the first thing that differs."""
+"""A fused request has documents of the build, or the first thing that differs."""
 
 
 class BuildFit:
-    """Counts fused requests by their fit (`BUILD_FITS`), and logs the first one of each misfit. Quotes no prompt."""
+    """Counts fused requests by `BUILD_FITS`, and logs each first misfit, without quoting the prompt."""
 
     def __init__(self, manifest: Manifest, folder: Path, *, model: str, other_model: bool) -> None:
         facts = manifest.facts
@@ -39,7 +39,7 @@ class BuildFit:
 
     @classmethod
     def of(cls, folder: Path, *, model: str, other_model: bool) -> Self | None:
-        """Return None for a folder without a build, or with one that cannot be read (logged)."""
+        """Return None for a folder without a build, or with an unreadable one (logged)."""
         try:
             with closing(Manifest.of(folder)) as manifest:
                 return cls(manifest, folder, model=model, other_model=other_model)

@@ -38,7 +38,7 @@ _FACTS = {"format": int, "identity": str, "prefix_key": str, "prefix_tokens": in
 
 
 class BuildError(RagorderError, ValueError):
-    """A build cannot begin or continue; the message says what to change."""
+    """A build cannot begin or continue."""
 
 
 class ManifestError(BuildError): ...
@@ -49,7 +49,7 @@ class NoBuildError(ManifestError): ...
 
 @dataclass(frozen=True, slots=True)
 class PlannedDocument:
-    """A document, its `content` (32 bytes), the contents of its `neighbours`, and its vector (float32)."""
+    """`content` has 32 bytes, `neighbours` are contents, `vector` is float32."""
 
     id: str
     content: bytes
@@ -65,9 +65,9 @@ class PlannedDocument:
 
 
 class Manifest:
-    """Documents in the order of computation, and `facts` (JSON) about the build. A change is on disk when its method
-    returns, or has not happened. Only the owner can read the file: tokens are as secret as texts. Everything read is
-    checked. Raises ManifestError, which quotes nothing of the file."""
+    """Documents in the order of computation, and JSON `facts` of the build. A change is on disk when its method
+    returns, or has not happened. Only the owner can read the file, and all that is read is checked. Raises
+    ManifestError, which quotes nothing of the file."""
 
     def __init__(self, folder: Path, *, vocabulary: int = _MOST_TOKENS, read_only: bool = False) -> None:
         path = folder / _NAME
@@ -133,7 +133,7 @@ class Manifest:
         return self._one("content", content)
 
     def contents(self) -> Iterator[bytes]:
-        """Yield the documents' contents alone, which is fast for millions."""
+        """Yield contents alone, fast for millions."""
         with self._reading():
             for (content,) in self._db.execute("SELECT content FROM documents"):
                 if not isinstance(content, bytes) or len(content) != _CONTENT_BYTES:
@@ -187,7 +187,7 @@ class Manifest:
             return None if row is None else self._document(row)
 
     def _document(self, row: tuple[Any, ...]) -> PlannedDocument:
-        """Raises ValueError for a row that no build has written."""
+        """Raises ValueError for a row that no build wrote."""
         id, content, tokens, joined, vector = row
         if not (isinstance(id, str) and id):
             raise ValueError("the id of a document is not text")
@@ -222,14 +222,14 @@ class Manifest:
 
 
 def _reason(error: Exception) -> str:
-    """Without SQLite's words, which may quote a column."""
+    """Return why, without SQLite's words, which may quote a column."""
     if isinstance(error, sqlite3.Error):
         return getattr(error, "sqlite_errorname", None) or "a column is not UTF-8 text"
     return "a text is not Unicode" if isinstance(error, UnicodeError) else str(error)
 
 
 def remove_documents(manifest: Manifest, store: ChunkStore, ids: Iterable[str]) -> None:
-    """Remove documents, and their KV unless others with the same tokens need it. Raises BuildError."""
+    """Remove documents, and KV that no other document has. Raises BuildError."""
     names = list(dict.fromkeys(ids))
     for name in names:
         if manifest.find(name) is None:

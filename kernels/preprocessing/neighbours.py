@@ -33,26 +33,26 @@ class Neighbours(ABC):
 
     @classmethod
     def from_argument(cls, argument: str | None) -> Self:
-        """Make the choice for the argument after its name. Raises ValueError for a wrong one."""
+        """Make the choice for the argument after its name. Raises ValueError."""
         if argument is not None:
             raise ValueError(f"takes no argument, got {argument!r}: leave it out")
         return cls()
 
     def vectors(self, texts: Sequence[str]) -> NDArray[np.float32] | None:
-        """Return what `nearest` needs of these documents, shape (texts, dimensions), or None."""
+        """Return what `nearest` needs, (texts, dimensions), or None."""
         return None
 
     @abstractmethod
     def nearest(self, ids: Sequence[str], vectors: NDArray[np.float32] | None, count: int) -> list[list[int]]:
-        """Return for each document the indices in `ids` of at most `count` different others, most related first.
-        `vectors` are the result of `vectors`, in the order of the unique `ids`."""
+        """Return for each document the indices of at most `count` others, most related first. `ids` are unique;
+        `vectors` are the result of `vectors`, in their order."""
 
 
 neighbours: Registry[Neighbours] = Registry("neighbours")
 
 
 def make_neighbours(source: str) -> Neighbours:
-    """Make the choice of NAME or NAME:ARGUMENT. Raises ValueError for an unknown name or a wrong argument."""
+    """Make the choice of NAME or NAME:ARGUMENT. Raises ValueError."""
     name, colon, argument = source.partition(":")
     choice = neighbours[neighbours.check(name)]
     try:
@@ -63,7 +63,7 @@ def make_neighbours(source: str) -> Neighbours:
 
 @neighbours.register("embedding", "by embeddings of sentence-transformers (embedding:MODEL for another than MiniLM)")
 class EmbeddingNeighbours(Neighbours):
-    """Documents with the highest cosine similarity, by exhaustive search (FAISS). Ties go to the earlier document."""
+    """Highest cosine similarity, by exhaustive search (FAISS); ties go to the earlier document."""
 
     def __init__(self, encoder: TextEncoder | None = None) -> None:
         self._encoder = encoder or TextEncoder()
@@ -108,7 +108,7 @@ class _Vertex(BaseModel):
 
 @neighbours.register("graph", 'from a graph (graph:FILE, JSON lines {"id", "neighbours"}, nearest first)')
 class GivenNeighbours(Neighbours):
-    """The neighbours of each id, nearest first. Ids outside the corpus are ignored."""
+    """Neighbours by id, nearest first. Ids outside the corpus are ignored."""
 
     def __init__(self, graph: Mapping[str, Sequence[str]]) -> None:
         self._graph = graph
@@ -138,7 +138,7 @@ class GivenNeighbours(Neighbours):
 
 @neighbours.register("log", "most often in the same requests of a log (log:FILE, JSON lines as for `ragorder replay`)")
 class ServedTogether(Neighbours):
-    """Documents that share the most requests; ties go to the earlier document."""
+    """Most requests in common; ties go to the earlier document."""
 
     def __init__(self, requests: Iterable[Iterable[str]]) -> None:
         self._together: dict[str, Counter[str]] = {}

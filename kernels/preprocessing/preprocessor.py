@@ -27,11 +27,11 @@ class Prefill:
 
 
 class Preprocessor:
-    """KV of documents as if directly after the system prompt (FusionRAG, Eq. 5 and 10).
+    """KV (tokens, layers, 2, KV heads, head_dim) of documents as if directly after the system prompt.
 
     A document is computed after the system prompt and its neighbours, whose keys are rotated to their positions; then
-    its own keys are rotated back. KV is (tokens, layers, 2, KV heads, head_dim). `workspace_tokens` limit what is
-    computed together. Nothing else may use `model` meanwhile.
+    its own keys are rotated back (FusionRAG, Eq. 5 and 10). At most `workspace_tokens` are computed together. Nothing
+    else may use `model` meanwhile.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class _Placed:
 
 
 def check_numbers(what: str, kv: torch.Tensor) -> None:
-    """Raises BuildError for NaN or inf: such KV would fail every request that uses it."""
+    """Raises BuildError for NaN or inf, which would fail every request that uses the KV."""
     if not bool(kv.isfinite().all()):
         raise BuildError(
             f"the KV of {what} contains NaN or inf (overflow, or bad weights): build with another dtype in another "

@@ -1,4 +1,4 @@
-"""Documentation of Python's standard library, available on every machine."""
+"""Documentation of Python's standard library."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _parameters(node: _Function) -> list[str]:
 
 
 def chunks_of(module: str, entries: Iterable[Entry]) -> Iterator[Chunk]:
-    """Pack neighbouring entries into chunks; a long entry is split at its paragraphs."""
+    """Pack neighbouring entries into chunks; split a long one at its paragraphs."""
     counts: dict[str, int] = {}
     batch: list[tuple[Entry, str]] = []
     size = 0

@@ -31,7 +31,7 @@ _REASONS = {
 
 
 class StoreRefusedError(RagorderError):
-    """`reason` is "locked" (by another process), "identity" (another model's), "format" (another version), "read-only",
+    """`reason`: "locked" (by another process), "identity" (another model's), "format" (another version), "read-only",
     "full" or "unusable"."""
 
     def __init__(self, reason: str, message: str) -> None:
@@ -44,9 +44,8 @@ class StoreRefusedError(RagorderError):
 
 
 class ChunkFolder:
-    """An open folder and its lock (flock: it ends with the process). Only the owner can read the files. Access goes
-    through the open folder: a later folder at its path is never written to. Raises StoreRefusedError; reads and writes
-    raise OSError."""
+    """An open folder, locked while the process lives; only the owner can read its files. A later folder at its path is
+    never written to. Raises StoreRefusedError; reads and writes raise OSError."""
 
     def __init__(self, folder: Path, identity: str, patience_s: float = 0.0) -> None:
         self.path = folder
@@ -100,7 +99,7 @@ class ChunkFolder:
             os.close(descriptor)
 
     def write(self, name: ChunkName, *buffers: bytes | memoryview) -> None:
-        """Write by renaming a temporary file: final names are complete files."""
+        """Write by renaming a temporary file: files with final names are complete."""
         # No fsync, which would cost more than most chunks are worth: a chunk may be lost, but must not be wrong. A
         # killed process loses nothing, as the kernel has the bytes. After a power cut readers refuse incomplete
         # contents.

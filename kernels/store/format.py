@@ -38,7 +38,7 @@ LONGEST_HEADER = _FIXED.size + 2 * MAX_KEY_BYTES + _DIGEST_BYTES
 
 
 class BadHeaderError(RagorderError):
-    """`reason` is "truncated", "foreign", "format", "checksum" or "identity"."""
+    """`reason`: "truncated", "foreign", "format", "checksum" or "identity"."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -54,7 +54,7 @@ def checksum(data: bytes | memoryview) -> bytes:
 
 
 class Header(NamedTuple):
-    """`cost` is seconds per new token (0 if unknown); `identity` is a digest."""
+    """`cost`: seconds per new token, 0 if unknown; `identity`: a digest."""
 
     key: bytes
     parent: bytes | None
@@ -102,7 +102,7 @@ class Header(NamedTuple):
 
 
 class ChunkName(NamedTuple):
-    """`digest` is the key's, in hexadecimal. A name that is not `finished` is a temporary file's."""
+    """`digest`: the key's, in hexadecimal. Only temporary files are not `finished`."""
 
     digest: str
     serial: int
@@ -138,7 +138,7 @@ _HOW_BYTES = 16
 
 
 def variant_key(content: bytes, how: bytes) -> bytes:
-    """Return the key of a copy of `content` made as `how` says, which is on no prompt's path."""
+    """Return the key, on no prompt's path, of a copy of `content` made as `how` says."""
     return content + blake2b(how, digest_size=_HOW_BYTES).digest()
 
 

@@ -17,11 +17,10 @@ from ragorder.kernels.store.format import LONGEST_HEADER, SUBFOLDER, BadHeaderEr
 
 @dataclass(slots=True)
 class StoreCounters:
-    """Chunks since the store was opened with `restored` chunks.
+    """Chunks since the store was opened with `restored` ones.
 
-    `refused` chunks leave the store, except another model's ("identity"). "foreign": another chunk; "size": unlike the
-    buffer's; "room": no room for the write. `skipped_writes` came during `pauses`. Failures are by the system error's
-    name.
+    `refused` chunks leave the store, except another model's ("identity"). "foreign": another chunk; "size": not the
+    buffer's; "room": none for the write. `skipped_writes` came during `pauses`. Failures are by the system error.
     """
 
     restored: int = 0
@@ -61,7 +60,7 @@ class FoundChunk(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """This store's `chunks`, oldest first, bytes `occupied` by unusable files, and the next `serial`."""
+    """`chunks`, oldest first, bytes `occupied` by unusable files, and the next `serial`."""
 
     chunks: list[FoundChunk]
     occupied: int
@@ -69,7 +68,7 @@ class Scan(NamedTuple):
 
 
 def scan(folder: ChunkFolder, counters: StoreCounters) -> Scan:
-    """Read all headers. Remove unfinished and unusable files, keep other models'; count the latter two."""
+    """Read all headers. Remove unfinished and unusable files; keep other models', which are counted."""
     good: list[FoundChunk] = []
     unwanted: list[tuple[ChunkName, int]] = []
     occupied = serial = 0

@@ -30,7 +30,7 @@ class StoredChunk:
 
 
 class ChunkIndex:
-    """Chunks by key, oldest write first. `other_bytes` are of files being written, being removed, or unusable."""
+    """Chunks by key, oldest write first. `other_bytes`: of files being written, being removed, or unusable."""
 
     def __init__(self, capacity_bytes: int, policy: str, history: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -67,8 +67,8 @@ class ChunkIndex:
         return {key: cast("bytes | None", node.parent) for key, node in nodes if node is not None}
 
     def make_room(self, bytes_on_disk: int, protected: Container[bytes] = ()) -> dict[bytes, StoredChunk] | None:
-        """Evict for a new file, or return None, evicting nothing, if that is not enough. `other_bytes` grows by the
-        larger size: remove the evicted files before writing."""
+        """Evict for a new file; evict nothing and return None if that is not enough. `other_bytes` grows by the larger
+        size: remove the evicted files before writing."""
         if self.other_bytes + bytes_on_disk > self.capacity_bytes:
             return None
         missing = self.used_bytes + bytes_on_disk - self.capacity_bytes
@@ -119,9 +119,8 @@ class ChunkStore:
             store.write(b"key", data)
             store.read(b"key", buffer)  # True: the buffer has the data
 
-    Under one `identity` equal keys mean equal bytes. The store survives the process, even a killed one; restored chunks
-    count as used once. Reads verify header, key, identity and payload. One process can open the folder; another waits
-    up to `patience_s`.
+    Under one `identity` equal keys mean equal bytes. Chunks survive even a killed process, and count as used once. Reads
+    verify header, key, identity and payload. One process has the folder; another waits up to `patience_s`.
 
     `read`, `write` and `use` count disk errors and never raise them. A full store evicts by `policy`, children first;
     after failures writing pauses. `removed` gets evicted and removed keys, on any thread. Raises StoreRefusedError.
@@ -166,7 +165,7 @@ class ChunkStore:
         with self._lock:
             return iter(list(self._index.chunks))
 
-    def __contains__(self, key: bytes) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._index.chunks
 
     @property
@@ -189,7 +188,7 @@ class ChunkStore:
             return self._breaker.open
 
     def read(self, key: bytes, into: bytearray | memoryview) -> bool:
-        """Copy a chunk into a buffer of its size, which may hold anything after False."""
+        """Copy a chunk into a buffer of its size. After False the buffer may hold anything."""
         with self._lock:
             chunk = self._index.chunks.get(key)
             if chunk is None:
@@ -220,8 +219,8 @@ class ChunkStore:
         expected: Mapping[bytes, float] = NO_FORECAST,
         protected: Container[bytes] = (),
     ) -> bool:
-        """Store a copy, evicting no `protected` key. Return whether the store has it now. `cost` is seconds per new
-        token; `expected` is as in `use`. Raises ValueError for invalid keys or costs."""
+        """Store a copy, evicting no `protected` key. Return whether the store has it now. `cost`: seconds per new
+        token. Raises ValueError for invalid keys or costs."""
         if not 0 < len(key) <= MAX_KEY_BYTES or (parent is not None and not 0 < len(parent) <= MAX_KEY_BYTES):
             raise ValueError(f"keys and parents must have 1 to {MAX_KEY_BYTES} bytes")
         if cost is not None and not 0 <= cost < math.inf:
@@ -288,7 +287,7 @@ class ChunkStore:
             return self._index.parents()
 
     def pin(self, keys: Iterable[bytes]) -> None:
-        """Protect keys, present or not, until each `pin` has its `unpin`."""
+        """Protect keys, present or not, until as often unpinned."""
         with self._lock:
             self._index.pin(keys)
 
@@ -297,7 +296,7 @@ class ChunkStore:
             self._index.unpin(keys)
 
     def close(self) -> None:
-        """Wait for reads and writes, and release the folder. Afterwards the store is empty."""
+        """Wait for reads and writes, release the folder, and be empty."""
         with self._lock:
             self._closed = True
             self._idle.wait_for(lambda: not self._busy)
@@ -437,7 +436,7 @@ class ChunkStore:
 
 
 class CircuitBreaker:
-    """Opens after `failures` consecutive failures, then twice as long after each further one. A success resets it."""
+    """Opens after `failures` in a row, twice as long after each further one. A success resets it."""
 
     def __init__(
         self,
@@ -463,7 +462,7 @@ class CircuitBreaker:
         return self._in_a_row == 0 or self._in_a_row >= self._failures
 
     def failed(self) -> float:
-        """Return the seconds for which this failure opens the breaker, or 0."""
+        """Return the seconds for which this failure opens it, or 0."""
         if self.open:
             return 0.0
         self._in_a_row += 1

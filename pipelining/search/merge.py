@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragorder.pipelining.staged._faiss import SearchResult
-from ragorder.pipelining.staged._ivf import ClusterIndex
+from ragorder.pipelining.staged._ivf import OFFSET, ClusterIndex
 
 _WORST = np.finfo(np.float32).max  # FAISS's distance where nothing was found
 
@@ -84,9 +84,6 @@ class BestResults:
         return merged
 
 
-_OFFSET = (1 << 32) - 1
-
-
 class TieCandidates(NamedTuple):
     """Results of one query that are at least as good as its k-th. `turns`: their order in FAISS's scan."""
 
@@ -115,7 +112,7 @@ def find_candidates(
             chosen = locations[row, within[row]]
             columns = np.argsort(clusters[left[row]], kind="stable")
             column = columns[np.searchsorted(clusters[left[row]], chosen >> 32, sorter=columns)]
-            turns = (column.astype(np.int64) << 32) | (chosen & _OFFSET)
+            turns = (column.astype(np.int64) << 32) | (chosen & OFFSET)
             found[left[row]] = TieCandidates(keys[row, within[row]], index.ids_at(chosen), turns)
         left, kept = left[~complete], 4 * kept
     return found

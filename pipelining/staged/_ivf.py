@@ -27,7 +27,7 @@ _EXACT = {
     "IndexIVFProductResidualQuantizer",
     "IndexIVFProductLocalSearchQuantizer",
 }
-_OFFSET = (1 << 32) - 1
+OFFSET = (1 << 32) - 1
 
 
 class ClusterIndex:
@@ -104,14 +104,14 @@ class ClusterIndex:
 
     def ids_at(self, locations: NDArray[np.int64]) -> NDArray[np.int64]:
         lists = self.ivf.invlists
-        ids = (lists.get_single_id(location >> 32, location & _OFFSET) for location in locations.tolist())
+        ids = (lists.get_single_id(location >> 32, location & OFFSET) for location in locations.tolist())
         return np.fromiter(ids, np.int64, len(locations))
 
     def vectors(self, locations: NDArray[np.int64]) -> NDArray[np.float32] | None:
         vectors = np.empty((len(locations), self.ivf.d), np.float32)
         try:
             for vector, location in zip(vectors, locations.tolist(), strict=True):
-                self.ivf.reconstruct_from_offset(location >> 32, location & _OFFSET, self._faiss.swig_ptr(vector))
+                self.ivf.reconstruct_from_offset(location >> 32, location & OFFSET, self._faiss.swig_ptr(vector))
         except RuntimeError:
             return None
         return vectors

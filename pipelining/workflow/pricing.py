@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Hashable
 
+from ragorder.common.lru_cache import LRUCache
 from ragorder.common.running_mean import RunningMean
 
 EXTRA_TOKENS = 0.25
@@ -105,17 +105,17 @@ class NodeTokens:
     """Mean tokens of nodes' prompts and answers."""
 
     def __init__(self) -> None:
-        self._nodes: OrderedDict[Hashable, tuple[RunningMean, RunningMean]] = OrderedDict()
+        self._nodes: LRUCache[tuple[RunningMean, RunningMean]] = LRUCache(_MAX_NODES)
 
     def add(self, node: Hashable, prompt_tokens: int, answer_tokens: int) -> None:
-        means = self._nodes.setdefault(node, (RunningMean(arithmetic_start=True), RunningMean(arithmetic_start=True)))
-        self._nodes.move_to_end(node)
+        means = self._nodes.get(node)
+        if means is None:
+            means = RunningMean(arithmetic_start=True), RunningMean(arithmetic_start=True)
+            self._nodes.put(node, means)
         for mean, tokens in zip(means, (prompt_tokens, answer_tokens), strict=True):
             mean.add(tokens)
-        if len(self._nodes) > _MAX_NODES:
-            self._nodes.popitem(last=False)
 
     def of(self, node: Hashable) -> tuple[float, float]:
         """Return 0 and 0 for a node that has not been answered."""
-        prompt, answer = self._nodes.get(node, (RunningMean(), RunningMean()))
+        prompt, answer = self._nodes.get(node) or (RunningMean(), RunningMean())
         return prompt.value or 0.0, answer.value or 0.0

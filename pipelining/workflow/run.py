@@ -283,7 +283,7 @@ class WorkflowRun(Generic[D, R]):
         known = self._memory.find(asked)
         if known is not None:
             item.trace.from_memory = True
-            self._leave(self._speculations.drop(item.run, "wasted"), "wasted")
+            self._leave(self._speculations.drop(item.run.key, "wasted"), "wasted")
             result = await known
             if isinstance(node, Generation) and (emit := self._emit_of(item, node)) is not None:
                 emit(result)

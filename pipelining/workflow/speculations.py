@@ -278,11 +278,19 @@ class Speculations(Generic[D, R]):
         running = {run.key for run in tokens.running}
         dropped: list[SpeculativeGeneration[D, R]] = []
         while keys := [key for key, source in self._sources.items() if source.ended and key not in running]:
-            dropped += [generation for key in keys for generation in self._drop(key, "wasted")]
+            dropped += [generation for key in keys for generation in self.drop(key, "wasted")]
         return dropped
 
-    def drop(self, run: NodeRun, outcome: Outcome) -> list[SpeculativeGeneration[D, R]]:
-        return self._drop(run.key, outcome)
+    def drop(self, key: RunKey, outcome: Outcome) -> list[SpeculativeGeneration[D, R]]:
+        self._sources.pop(key, None)
+        self._predicted_queries.pop(key, None)
+        self._guesses.pop(key, None)
+        search = self._searches.pop(key, None)
+        if search is not None:
+            search.cancel()
+            self._ended(search.item, outcome)
+        generation = self._generations.pop(key, None)
+        return [] if generation is None else [generation]
 
     def drop_all(self, outcome: Outcome) -> list[SpeculativeGeneration[D, R]]:
         for (id, _), since_s in self._known_since.items():
@@ -294,7 +302,7 @@ class Speculations(Generic[D, R]):
         self._known.clear()
         self._known_since.clear()
         keys = {*self._sources, *self._generations}
-        return [generation for key in keys for generation in self._drop(key, outcome)]
+        return [generation for key in keys for generation in self.drop(key, outcome)]
 
     def _known_search(self, item: WorkItem, query: str) -> SpeculativeSearch | None:
         since_s = self._known_since.get((item.run.id, query))
@@ -304,17 +312,6 @@ class Speculations(Generic[D, R]):
             odds = self._workers.measured.odds_of(self._graph, item.run.id, KNOWN)
             odds.learn([(True, self._elapsed_s() - since_s)], [ANY_PART])
         return self._known.pop((item.run.id, query), None)
-
-    def _drop(self, key: RunKey, outcome: Outcome) -> list[SpeculativeGeneration[D, R]]:
-        self._sources.pop(key, None)
-        self._predicted_queries.pop(key, None)
-        self._guesses.pop(key, None)
-        search = self._searches.pop(key, None)
-        if search is not None:
-            search.cancel()
-            self._ended(search.item, outcome)
-        generation = self._generations.pop(key, None)
-        return [] if generation is None else [generation]
 
     def _generation(self, key: RunKey) -> SpeculativeGeneration[D, R]:
         generation = self._generations.get(key)

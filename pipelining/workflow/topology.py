@@ -257,17 +257,13 @@ def answer_name(nodes: Mapping[NodeId, Node], edges: Edges, answer: str | None) 
 
 
 def _ends(id: NodeId, nodes: Mapping[NodeId, Node], edges: Edges) -> bool:
-    seen: set[NodeId | Terminal] = {id}
-    waiting: list[NodeId | Terminal] = [id]
-    while waiting:
-        for edge in edges[waiting.pop()]:
-            for target in edge.targets:
-                if target is END:
-                    return True
-                if target not in seen and not isinstance(nodes[target], Generation):
-                    seen.add(target)
-                    waiting.append(target)
-    return False
+    """Return whether END can follow this generation without another one."""
+    through = {
+        source: [target for edge in out for target in edge.targets]
+        for source, out in edges.items()
+        if source == id or not isinstance(nodes.get(source), Generation)
+    }
+    return END in _reached(through, [id])
 
 
 def _reads_declared(node: Node) -> tuple[str, ...]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from ragorder.common.lru_cache import LRUCache
 from ragorder.common.running_mean import RunningMean
 from ragorder.pipelining.load import Admission, EngineLoad
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths
@@ -255,7 +256,7 @@ class Measurements:
         self.settled = RunningMean(arithmetic_start=True)
         self.settled_near = RunningMean(arithmetic_start=True)
         self.cached_share = RunningMean(arithmetic_start=True)
-        self._odds: OrderedDict[Hashable, SpeculationGain] = OrderedDict()
+        self._odds: LRUCache[SpeculationGain] = LRUCache(_MAX_EDGES)
 
     @property
     def cuts(self) -> bool:
@@ -301,11 +302,8 @@ class Measurements:
         edge = (graph.name, *edge)
         odds = self._odds.get(edge)
         if odds is None:
-            odds = self._odds[edge] = SpeculationGain()
-            if len(self._odds) > _MAX_EDGES:
-                self._odds.popitem(last=False)
-        else:
-            self._odds.move_to_end(edge)
+            odds = SpeculationGain()
+            self._odds.put(edge, odds)
         return odds
 
     @property

@@ -245,18 +245,19 @@ class TestTorch:
     @pytest.mark.parametrize("softcap", [None, 8.0])
     def test_goes_through_many_rows_in_chunks(self, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
         masks = []
-        make = torch_backend._range_mask
+        make = torch_backend.hiding
 
         def recorded(*given: Any) -> Any:
             masks.append(make(*given))
             return masks[-1]
 
-        monkeypatch.setattr(torch_backend, "_range_mask", recorded)
+        monkeypatch.setattr(torch_backend, "hiding", recorded)
         monkeypatch.setattr(torch_backend, "SCORES", 40 * 2 * 700)
         case = Case(heads=(2, 1), head_dim=16, tokens=(700, 300), rows=((300, 50), (0, 300)), softcap=softcap)
         given = inputs_of(case)
         assert error(attend(case, given, "torch"), formula(case, given)) < 1e-5
         most = 256 if softcap is None else 40
+        assert masks
         assert all(len(mask) <= most and mask.shape[1] <= 700 for mask in masks)
 
     @pytest.mark.parametrize("head_dim", [16, 40])
