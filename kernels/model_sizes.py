@@ -86,8 +86,8 @@ _ALIGNMENT = 512
 
 
 def model_sizes(path: Path | str, *, dtype: str | None = None, block_tokens: int = 16) -> ModelSizes:
-    """Read the headers of a folder's safetensors, or the shapes of a config.json. `dtype` of weights and KV replaces the
-    stored one. Raises OSError, and ValueError for other models than decoders."""
+    """Read the headers of a folder's safetensors, or the shapes in a config.json. `dtype` of weights and KV replaces
+    the stored one. Raises OSError, and ValueError for other models than decoders."""
     path = Path(path)
     if dtype is not None and dtype not in _ITEMSIZES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_ITEMSIZES)}")

@@ -1,4 +1,4 @@
-"""Overlap of retrieval and prefill (RAGCache++ section 3.6, RAGCache section 5.3)."""
+"""Overlap of retrieval and prefill (RAGCache 5.3, RAGCache++ 3.6)."""
 
 from __future__ import annotations
 

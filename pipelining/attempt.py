@@ -1,4 +1,4 @@
-"""Generation with speculations on provisional documents (RAGCache section 5.3, Algorithm 2)."""
+"""Generation with speculations on provisional documents (RAGCache 5.3)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _logger = logging.getLogger("ragorder")
 
 
 class Attempt(Generic[Q, D, R]):
-    """One generation: speculations on provisional documents, and the answer, which uses one with an equal request."""
+    """One generation: speculations on provisional documents, and the answer, which uses one of an equal request."""
 
     def __init__(
         self,
@@ -50,10 +50,8 @@ class Attempt(Generic[Q, D, R]):
         admit: Callable[[], Admission | None] | None = None,
         off_engine: Callable[[Speculation[R]], object] | None = None,
     ) -> bool:
-        """Begin a speculation if it is worthwhile (Algorithm 2, lines 6-10). Return False to try again later.
-
-        `admit` returns an earlier admission (default: a new one of `load`).
-        """
+        """Begin a speculation if worthwhile (Algorithm 2, lines 6-10). Return False to try again later. `admit` returns
+        an earlier admission, by default a new one of `load`."""
         trace = self._trace
         try:
             request = self._prompts.preview(question, documents)

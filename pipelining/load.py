@@ -11,17 +11,17 @@ from ragorder.common.running_mean import RunningMean
 
 
 def prefill_batch(token_budget: int, prompt_tokens: int) -> int:
-    """Return `max_prefill_bs` of RAGCache section 5.3: prompts in one iteration of `token_budget` tokens."""
+    """Return RAGCache's `max_prefill_bs` (5.3): prompts in an iteration of `token_budget` tokens."""
     return max(1, token_budget // max(1, prompt_tokens))
 
 
 class EngineLoad:
-    """Counts the requests that wait for their first token (the queue of RAGCache Algorithm 2).
+    """Requests that wait for their first token: the queue of RAGCache's Algorithm 2.
 
         load = EngineLoad(prefill_batch(8192, prompt_tokens=2000))
 
-    A speculation is admitted while fewer than `max_prefill_bs` requests are pending. `reported` may return the engine's
-    own count including other clients; the larger count is used.
+    Speculations are admitted while fewer than `max_prefill_bs` are pending. `reported` may return the engine's own
+    count, with other clients' requests; the larger count is used.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class EngineLoad:
 
     @contextmanager
     def prefilling(self, *, streamed: bool = True) -> Iterator[Callable[[], None]]:
-        """Count a request as pending until its first token, or, if it comes whole, for the mean prefill."""
+        """Count a request as pending until its first token or, if not `streamed`, for the mean prefill."""
         waits = True
         self._pending += 1
         sent_s = self._clock()
@@ -83,7 +83,7 @@ class EngineLoad:
 
 
 class Admission:
-    """A request that has not been sent, counted as pending until `end`."""
+    """An unsent request, pending until `end`."""
 
     __slots__ = ("_load",)
 
@@ -92,7 +92,7 @@ class Admission:
         load.admitted += 1
 
     def end(self) -> None:
-        """Stop counting: the request is sent now, or never. May be called again."""
+        """Stop counting: it is sent now, or never. May be called again."""
         load, self._load = self._load, None
         if load is not None:
             load.admitted -= 1

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines for callers of any thread. Thread-safe. Raises RuntimeError once closed."""
+    """Runs coroutines for callers of any thread. Raises RuntimeError once closed."""
 
     def __init__(self, name: str) -> None:
         self._name = name

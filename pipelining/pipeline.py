@@ -29,14 +29,14 @@ _own_key: Callable[[Any], Hashable] = attrgetter("key")
 
 
 class Pipeline(Generic[Q, D, R]):
-    """Answers questions, and starts before the final documents are found.
+    """Answers questions, starting before the final documents are found.
 
         pipeline = Pipeline(retrieval, prompts, engine, load=EngineLoad(4))
         async with pipeline.stream(question) as stream:
             async for text in stream: ...
 
-    - `warm_up`: prefills a system prompt that is not cached, during retrieval (RAGCache++ section 3.6)
-    - `load`: enables speculation (RAGCache section 5.3, Algorithm 2); answers do not change
+    - `warm_up`: prefills an uncached system prompt during retrieval (RAGCache++ 3.6)
+    - `load`: enables speculation (RAGCache 5.3, Algorithm 2); answers do not change
     - `gain`: restricts speculation to stages where it saved time in recent searches
     """
 

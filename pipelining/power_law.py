@@ -16,13 +16,11 @@ _STEEPEST = 16.0
 
 
 class PowerLaw:
-    """Seconds of a batch of B requests: T(B) = a * B^c, with a > 0 and c >= 0, at most 16 if fitted.
+    """Seconds of a batch of B requests: T(B) = a * B^c, with a > 0 and c >= 0; fitted in logarithms, c is at most 16.
 
-        law = PowerLaw.fit([(1, 2.1), (8, 5.0), (32, 11.8)])
-        law(16)                    # seconds
-        law.learn(16, 7.9)         # a batch that has run
-
-    Least squares in logarithms.
+    law = PowerLaw.fit([(1, 2.1), (8, 5.0), (32, 11.8)])
+    law(16)                    # seconds
+    law.learn(16, 7.9)         # a batch that has run
     """
 
     def __init__(self, a: float, c: float = 1.0) -> None:
@@ -52,7 +50,7 @@ class PowerLaw:
         return f"PowerLaw(a={self.a:.4g}, c={self.c:.4g})"
 
     def learn(self, size: int, seconds: float) -> None:
-        """Learn from a batch; after 16 batches, one counts at most four times the expected time or the mean."""
+        """Learn from a batch; after 16, one counts at most four times the expected time or the mean."""
         expected = math.inf
         if self.samples >= _WARM and size > 0:
             # If `c` was learnt from noise, the expected time of a far smaller size would be almost 0.

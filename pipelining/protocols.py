@@ -11,7 +11,7 @@ from ragorder.common.counts import reported_count
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The engine's report, in tokens. None: not reported, or not a valid count."""
+    """The engine's report. None: not reported, or no valid count."""
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -25,7 +25,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class AnswerChunk:
-    """The text since the previous chunk, possibly empty. The last chunk has the usage."""
+    """The text since the last chunk, possibly empty. The last chunk has the usage."""
 
     text: str
     usage: Usage | None = None
@@ -33,10 +33,8 @@ class AnswerChunk:
 
 
 class EngineRequest(Protocol):
-    """Equal requests are sent as equal messages. `prompt_tokens`: None if unknown.
-
-    It may also have `streamed`. If that is False, the engine may send the answer in one chunk.
-    """
+    """Equal requests are sent as equal messages. `prompt_tokens`: None if unknown. If it also has `streamed`, and that
+    is False, the answer may come in one chunk."""
 
     @property
     def prompt_tokens(self) -> int | None: ...
@@ -57,7 +55,7 @@ class StreamingEngine(Protocol[R_contra]):
 
 
 class CommittedRequest(Protocol[R_co]):
-    """A request in flight until it is confirmed, with the engine's usage, or discarded."""
+    """A request in flight until it is confirmed or discarded."""
 
     @property
     def request(self) -> R_co: ...
@@ -68,10 +66,8 @@ class CommittedRequest(Protocol[R_co]):
 
 
 class RequestBuilder(Protocol[Q_contra, D_contra, R_co]):
-    """Builds requests; may also have `lengths(question, documents)` for a `WorkflowServer`.
-
-    `lengths` returns a function that predicts the request's `CachedLengths` at each call, or None.
-    """
+    """Builds requests. For a `WorkflowServer` it may also have `lengths(question, documents)`, which returns None or a
+    function that predicts the request's `CachedLengths` at each call."""
 
     def preview(self, question: Q_contra, documents: Sequence[D_contra], /) -> R_co: ...
 

@@ -1,4 +1,4 @@
-"""Cache-aware queue for a busy engine (RAGCache section 5.2)."""
+"""Cache-aware queue for a busy engine (RAGCache 5.2)."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Ticket(Generic[T]):
 
 
 class CacheAwareQueue(Generic[T]):
-    """Returns the item with the largest cached / computed length next, the oldest among equals.
+    """Takes the item with the largest cached / computed length next, of equal ones the oldest.
 
         queue = CacheAwareQueue(window=32)
         queue.enter("question", lambda: CachedLengths(96, 40))
         queue.take().item
 
-    An item that `window` later ones have overtaken goes next. Items whose lengths are missing or raise count as not
+    An item that `window` later ones have overtaken goes next. Without lengths, or if they raise, it counts as not
     cached. Not thread-safe.
     """
 
@@ -128,7 +128,7 @@ class CacheAwareQueue(Generic[T]):
 
 @dataclass(eq=False, slots=True)
 class _Arrival(Generic[T]):
-    """A request that waits to be `admitted`, with a `ticket` once it is in the queue."""
+    """A waiting request, with a `ticket` once it is in the queue."""
 
     item: T
     lengths: Callable[[], CachedLengths] | None
@@ -162,10 +162,8 @@ class ConcurrencyLimiter(Generic[T]):
     async def slot(
         self, item: T, lengths: Callable[[], CachedLengths] | None = None, *, patient: bool = False
     ) -> AsyncIterator[None]:
-        """Hold a slot until the block ends. Raises QueueFullError, unless `patient`, which waits for room in order.
-
-        Code before the block's first `await` runs before the next request is chosen.
-        """
+        """Hold a slot for a block, whose code before its first `await` runs before the next request is chosen. Raises
+        QueueFullError, or if `patient` waits for room, first come first served."""
         if self.has_room:
             self.in_flight += 1
         else:
@@ -220,7 +218,7 @@ class ConcurrencyLimiter(Generic[T]):
             self._admit()
 
     def _admit(self) -> None:
-        """Admit one request; the next is chosen after it has resumed, to see its effect on the cache."""
+        """Admit one request; the next is chosen once it has resumed and changed the cache."""
         self._waking = False
         while self.in_flight < self.limit and (self.queue or self._patient):
             if not self.queue:

@@ -23,13 +23,13 @@ class ReplicaState(NamedTuple):
 
 
 class BestReplica(Generic[K]):
-    """Chooses the replica with the largest cached share of the prompt, less its load.
+    """Chooses the replica with the largest cached share of the prompt less its load.
 
         best = BestReplica()
         best.choose({"a": ReplicaState(CachedLengths(900, 100), 3), "b": ReplicaState(CachedLengths(0, 1000), 1)})
 
-    The load is `busy` for each request in flight above the least busy replica, plus `worked` times the share by which
-    recently computed tokens exceed the mean. The weight of a request halves after `half_life` further ones. Not
+    The load is `busy` for each request in flight more than the least busy replica has, plus `worked` times the share by
+    which recently computed tokens exceed the mean; a request's weight halves after `half_life` further ones. Not
     thread-safe.
     """
 

@@ -24,7 +24,7 @@ class Provisional(Generic[D]):
 
 
 Retrieval = Callable[[Q], AsyncGenerator[Provisional[D], None]]
-"""Yields the documents found for a question after each stage; the last stage is final."""
+"""Yields a question's documents after each stage; the last stage is final."""
 
 
 def plain_retrieval(retrieve: Callable[[Q], Sequence[D] | Awaitable[Sequence[D]]]) -> Retrieval[Q, D]:
@@ -37,11 +37,8 @@ def plain_retrieval(retrieve: Callable[[Q], Sequence[D] | Awaitable[Sequence[D]]
 def staged_retrieval(
     search: StagedSearch, embed: Callable[[Q], Any], document: Callable[[int], D], *, top_k: int
 ) -> Retrieval[Q, D]:
-    """Return a vector search in stages (`StagedIVF`, `StagedHNSW`).
-
-    `embed` returns a question's vector (or one row), `document` the document of an index id. They and each stage run in
-    a thread, except stages of a shared search.
-    """
+    """Return a vector search in stages. `embed` returns a question's vector (or one row), and runs in a thread, as each
+    stage of a search that is not shared; `document` returns the document of an index's id."""
 
     async def stages(question: Q) -> AsyncGenerator[Provisional[D], None]:
         vector = await asyncio.to_thread(embed, question)

@@ -18,7 +18,7 @@ _logger = logging.getLogger("ragorder")
 
 
 class AnswerStream(AsyncIterator[str], ABC, Generic[P]):
-    """Text of an answer as it is generated. Closing it early ends its request."""
+    """Text of an answer as it is generated. Closing it ends the request."""
 
     def __init__(self, parts: AsyncGenerator[P, None]) -> None:
         self._parts = parts
@@ -55,7 +55,7 @@ async def run_batch(
     at_once: int,
     on_progress: Callable[[int], object] | None = None,
 ) -> AsyncGenerator[tuple[int, A | Exception], None]:
-    """Yield (number of the question, answer or error) as requests end, with at most `at_once` running."""
+    """Yield (number of the question, answer or error) as requests end, `at_once` at most running."""
     numbered = enumerate(questions)
     tasks: dict[asyncio.Task[A], int] = {}
     ended = 0
@@ -88,7 +88,7 @@ def outcome_of(task: asyncio.Task[T], name: str) -> T | Exception:
 
 
 async def call(function: Callable[..., Any], *args: Any) -> Any:
-    """Return a function's result: coroutine functions run on the event loop, others in a thread."""
+    """Call a coroutine function on the event loop, another one in a thread."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
         return await function(*args)
     result = await asyncio.to_thread(function, *args)
@@ -103,7 +103,7 @@ async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 async def wait_for_end(tasks: Callable[[], Collection[asyncio.Task[Any]]]) -> None:
-    """Wait until all `tasks()` have ended, including later ones; raise CancelledError only then."""
+    """Wait until all `tasks()`, also later ones, have ended; raise CancelledError only then."""
     cancelled: asyncio.CancelledError | None = None
     while left := [task for task in tasks() if not task.done()]:
         try:
@@ -135,7 +135,7 @@ class FirstFailures:
 
 
 def observer_of(observers: Sequence[Callable[[T], object]], what: str) -> Callable[[T], None]:
-    """Return one observer that calls all; one that fails is logged once and no longer called."""
+    """Return one observer that calls all; one that fails is logged and left out."""
     left = list(observers)
 
     def observe(observed: T) -> None:

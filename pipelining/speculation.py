@@ -1,4 +1,4 @@
-"""Speculative generation and its expected gain (RAGCache section 5.3)."""
+"""Speculative generation and its expected gain (RAGCache 5.3)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def counted(engine: StreamingEngine[R], request: R, load: EngineLoad | Non
 
 
 class Speculation(Generic[R]):
-    """A speculative request; `off_engine` is called with it when it has left the engine."""
+    """A speculative request; `off_engine` is called once it has left the engine."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Speculation(Generic[R]):
         return self._error is not None
 
     def cancel(self) -> None:
-        """Abort after the engine's current iteration; `ended` waits for that."""
+        """Abort after the engine's iteration; `ended` waits for that."""
         # A second cancellation would interrupt the abort.
         if not self._task.cancelling():
             self._task.cancel()
@@ -101,11 +101,10 @@ class Speculation(Generic[R]):
 
 
 class SpeculationGain:
-    """Expected gain of a speculation, learnt from all searches.
+    """Expected gain of a speculation by stage, learnt from all searches. A right one saves the rest of the search, at
+    most a prefill; a wrong one may keep the engine busy after the search.
 
         pipeline = Pipeline(retrieval, prompts, engine, load=EngineLoad(4), gain=SpeculationGain())
-
-    A right one saves the rest of the search, at most a prefill. A wrong one may keep the engine busy after the search.
     """
 
     def __init__(self) -> None:
@@ -126,7 +125,7 @@ class SpeculationGain:
         return self._stages[stage][1].value if stage in self._stages else None
 
     def gain_s(self, stage: int, wasted_s: float, saved_s: float) -> float | None:
-        """Return the mean seconds saved, at most `saved_s`, less those of wrong ones, or None before a search."""
+        """Return the mean seconds saved, at most `saved_s`, less those that wrong ones waste; None before a search."""
         right, left_s = (mean.value for mean in self._stages.get(stage, (RunningMean(), RunningMean())))
         if right is None or left_s is None:
             return None

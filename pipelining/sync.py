@@ -13,12 +13,10 @@ T = TypeVar("T")
 
 
 class SyncPipeline(Generic[Q]):
-    """Runs a pipeline in an event loop on its own thread. Thread-safe, a context manager.
+    """A pipeline in an event loop on its own thread, where `make` is called. Thread-safe.
 
-        with SyncPipeline(make) as pipeline:
-            print(pipeline.answer(question).text)
-
-    `make` is called on that thread, so that clients of an event loop are created there.
+    with SyncPipeline(make) as pipeline:
+        print(pipeline.answer(question).text)
     """
 
     def __init__(self, make: Callable[[], Pipeline[Q, Any, Any]]) -> None:

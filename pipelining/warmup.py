@@ -1,4 +1,4 @@
-"""Warm-up of the system prompt (RAGCache++ section 3.6)."""
+"""Warm-up of the system prompt (RAGCache++ 3.6)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _logger = logging.getLogger("ragorder")
 
 
 class Prefix(Protocol[Q_contra]):
-    """The tokens before the documents, shared by the questions of a `scope`."""
+    """The tokens before the documents, which questions of a `scope` share."""
 
     def scope(self, question: Q_contra, /) -> Hashable: ...
 
     def is_cached(self, question: Q_contra, /) -> bool:
-        """Return whether it is cached, being computed, or too short for a block."""
+        """Return whether it is cached, in computation, or too short for a block."""
 
     def prefill(self, question: Q_contra, /) -> Awaitable[None]:
-        """Prefill it. Cancelling aborts the request."""
+        """Prefill it; cancelling aborts the request."""
 
 
 class Warming:
@@ -33,18 +33,18 @@ class Warming:
         self._users += 1
 
     def leave(self) -> None:
-        """End a retrieval. The last one cancels the warm-up: the request computes the system prompt itself."""
+        """End a retrieval. The last one cancels the warm-up: its request computes the system prompt."""
         self._users -= 1
         if not self._users:
             self._task.cancel()
 
 
 class WarmUp(Generic[Q]):
-    """Prefills a system prompt that is not cached: after a cold start, an eviction, or an engine's restart.
+    """Prefills an uncached system prompt, once at a time per scope.
 
         pipeline = Pipeline(retrieval, prompts, engine, warm_up=WarmUp(SystemPrefix(orderer, builder, engine)))
 
-    At most one at a time per scope. Errors are not raised: the following request raises them itself.
+    Errors are not raised: the following request raises them itself.
     """
 
     def __init__(self, prefix: Prefix[Q]) -> None:
@@ -54,7 +54,7 @@ class WarmUp(Generic[Q]):
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, question: Q) -> Warming | None:
-        """Start or join a warm-up, or return None if not needed. The caller must call `leave` after retrieval."""
+        """Start or join a warm-up, which the caller must `leave` after retrieval. Return None if not needed."""
         try:
             scope = self._prefix.scope(question)
             warming = self._warming.get(scope)

@@ -119,8 +119,8 @@ class ChunkStore:
             store.write(b"key", data)
             store.read(b"key", buffer)  # True: the buffer has the data
 
-    Under one `identity` equal keys mean equal bytes. Chunks survive even a killed process, and count as used once. Reads
-    verify header, key, identity and payload. One process has the folder; another waits up to `patience_s`.
+    Under one `identity` equal keys mean equal bytes. Chunks survive even a killed process, and count as used once.
+    Reads verify header, key, identity and payload. One process has the folder; another waits up to `patience_s`.
 
     `read`, `write` and `use` count disk errors and never raise them. A full store evicts by `policy`, children first;
     after failures writing pauses. `removed` gets evicted and removed keys, on any thread. Raises StoreRefusedError.

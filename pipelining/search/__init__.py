@@ -1,4 +1,4 @@
-"""Searches of many callers that share their time (HedraRAG sections 4.2 and 4.3)."""
+"""Searches of many callers that share their time (HedraRAG 4.2, 4.3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searches of one index that join and leave while it is scanned (HedraRAG section 4.2)."""
+"""Searches that join and leave while an index is scanned (HedraRAG 4.2)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _AGEING = 0.1
 def fill(
     searches: Sequence[RunningSearch], limit: PieceLimit, *, cores: int, code_s: float, order: PieceOrder, now_s: float
 ) -> list[tuple[RunningSearch, int]]:
-    """Return the searches of a piece, due ones first, each with the cluster before which its part ends."""
+    """Return a piece's searches, due ones first, each with the cluster before which its part ends."""
     left = limit.seconds * cores / code_s
     piece: list[tuple[RunningSearch, int]] = []
     if order == "shortest":
@@ -57,20 +57,20 @@ _BYTE_S, _DIMENSION_S = 1e-10, 4e-10
 
 
 class ContinuousIVF:
-    """Searches an IVF index for many callers at once, a few clusters (a piece) at a time.
+    """Searches an IVF index for many callers at once, one piece of a few clusters after another.
 
         search = ContinuousIVF(index, nprobe=64)
         for stage in search.search(queries, k=5): ...          # a StagedSearch, from any thread
         handle = search.submit(query, k=5, history=history)    # one query; handle.stages(), .result(), .cancel()
 
     - `index`: a FAISS IVF index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform
-    - `nprobe`, `cores`: default to the index's and FAISS's own
-    - `order`: "oldest" search first, or "shortest" remaining search first
+    - `nprobe`, `cores`: by default the index's and FAISS's own
+    - `order`: the "oldest" search first, or the one with the "shortest" rest
     - `patience`: end a search after this many clusters without a change: faster, not exact
-    - `thread`: scan in its own thread; otherwise in callers that wait for a stage or call `advance`
-    - `scanner`: makes what scans the clusters of a piece
+    - `thread`: scan in a thread; otherwise in callers that wait for a stage or call `advance`
+    - `scanner`: makes what scans a piece
 
-    Without `patience` the last stage equals `index.search` including ties. The index must not change during a search.
+    Without `patience` the last stage equals `index.search`, ties included. The index must not change during a search.
     Raises TypeError for an index whose parts do not add up to its search.
     """
 
@@ -161,15 +161,15 @@ class ContinuousIVF:
         whole: bool = False,
         params: Any = None,
     ) -> SearchHandle:
-        """Start a search for one query of shape (dimensions,) or (1, dimensions). Raises what `search` raises.
+        """Start a search for one query, (dimensions,) or (1, dimensions). Raises what `search` raises.
 
-        - `history`: earlier searches of this request; this search is added. Not with a selector.
-        - `due=False`: speculative, while due searches leave cores idle
+        - `history`: the request's earlier searches, to which this one is added; not with a selector
+        - `due=False`: speculative, only while due searches leave cores idle
         """
         return self._join(self._read(one_row(query), k, params, history), due=due, whole=whole)
 
     def advance(self) -> bool:
-        """Scan one piece; return False if no search is left. An error of FAISS ends its search."""
+        """Scan one piece; return False if no search is left. FAISS's errors end their search."""
         with self._advancing, one_thread():
             started_s = self._clock()
             coarse_s = self._let_in()
@@ -181,7 +181,7 @@ class ContinuousIVF:
             return True
 
     def close(self) -> None:
-        """Cancel searches in flight; later ones raise RuntimeError."""
+        """Cancel searches; later ones raise RuntimeError."""
         with self._lock:
             self._closed = True
         self._end_all(SearchHandle.cancel)

@@ -13,7 +13,7 @@ _WARM = 16
 
 
 class ClusterCosts:
-    """Seconds to scan `codes` vectors in one call on one core: call_s + code_s x codes, by decayed least squares."""
+    """Seconds of a call that scans `codes` vectors on one core: call_s + code_s x codes, by decayed least squares."""
 
     def __init__(self, code_s: float, call_s: float = 5e-5) -> None:
         self.call_s = call_s
@@ -50,18 +50,18 @@ _FIRST_OVERHEAD_S = 1e-4
 
 
 class PieceLimit(NamedTuple):
-    """Seconds that each core scans in a piece. `whole`: searches are not cut."""
+    """Seconds of each core in a piece. `whole`: searches are not cut."""
 
     seconds: float
     whole: bool
 
 
 class Budget:
-    """Duration of a piece: mb = sqrt(2 * overhead * search), the maximum of Eq. 1's gain.
+    """Duration of a piece: mb = sqrt(2 * overhead * search), where Eq. 1's gain is largest.
 
     The gain is (search - mb) / 2 - search / mb * overhead; the paper prints a plus, but means this minus. `overhead_s`
-    is that of a piece without its scan (β; None: the measured mean), at most 2 % of the time. While searches wait, each
-    core gets 16 clusters: fewer cannot be shared evenly.
+    (β; None: the measured mean) is a piece's time without the scan, at most 2 % of all. While searches wait, each core
+    gets 16 clusters: fewer cannot be shared evenly.
     """
 
     def __init__(self, overhead_s: float | None = None) -> None:

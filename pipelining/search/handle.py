@@ -23,8 +23,7 @@ class SearchHandle:
         for stage in handle.stages(): ...
         handle.result().ids
 
-    `due`: a caller waits for it, so it is not speculative; `whole`: it is not cut into pieces.
-    A caller that takes stages gets the latest one, and always the final one.
+    `due`: not speculative; `whole`: not cut into pieces. Whoever reads stages gets the latest one, and always the last.
     """
 
     def __init__(self, drive: Callable[[], object] | None, *, due: bool = True, whole: bool = False) -> None:
@@ -50,7 +49,7 @@ class SearchHandle:
         self.due = True
 
     def cancel(self) -> bool:
-        """End it after the running piece. Return False if it was done."""
+        """End it after this piece. Return False if it was done."""
         return self.fail(CancelledError("the search was cancelled"))
 
     def stages(self) -> Iterator[Stage]:
@@ -100,7 +99,7 @@ class SearchHandle:
         return stage
 
     def subscribe(self, notify: Callable[[], None]) -> None:
-        """Call `notify` at each change, in the driver's thread, and now if there was one."""
+        """Call `notify` at each change, in the driver's thread, and now if there was one already."""
         with self._changed:
             self._listeners.append(notify)
             if self.done or self._stage is not None:

@@ -18,7 +18,7 @@ _WORST = np.finfo(np.float32).max  # FAISS's distance where nothing was found
 
 @dataclass(frozen=True, slots=True)
 class ScannedPart:
-    """Results of one call for `rows`; `keys` are distances, or negative similarities."""
+    """One call's results for `rows`; `keys`: distances, or negative similarities."""
 
     rows: NDArray[np.intp]
     keys: NDArray[np.float32]
@@ -28,7 +28,7 @@ class ScannedPart:
 
 @dataclass(frozen=True, slots=True)
 class BestResults:
-    """The best results of each query so far, best first, with one more than asked for, to see ties. Never changed."""
+    """Each query's results so far, best first, one more than asked for, to see ties. Never changed."""
 
     keys: NDArray[np.float32]
     ids: NDArray[np.int64]
@@ -85,7 +85,7 @@ class BestResults:
 
 
 class TieCandidates(NamedTuple):
-    """Results of one query that are at least as good as its k-th. `turns`: their order in FAISS's scan."""
+    """A query's results at least as good as its k-th. `turns`: their order in FAISS's scan."""
 
     keys: NDArray[np.float32]
     ids: NDArray[np.int64]
@@ -100,7 +100,7 @@ def find_candidates(
     edges: NDArray[np.float32],
     kept: int,
 ) -> list[TieCandidates]:
-    """Return all results of each query up to its k-th key in `edges`, in the order of FAISS's scan."""
+    """Return each query's results up to its k-th key in `edges`, in the order of FAISS's scan."""
     found: list[TieCandidates] = [_NONE] * len(queries)
     left = np.arange(len(queries))
     while len(left):
@@ -119,7 +119,7 @@ def find_candidates(
 
 
 def decide(parts: Sequence[TieCandidates], k: int, *, similarity: bool) -> SearchResult:
-    """Return the k results that FAISS's heap keeps, best first: of equal worst ones the largest id is replaced."""
+    """Return the k results that FAISS's heap keeps: of equal worst ones it replaces the largest id."""
     keys, ids, turns = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     sign = 1 if similarity else -1
     heap: list[tuple[float, int]] = []

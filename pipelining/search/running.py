@@ -19,7 +19,7 @@ from ragorder.pipelining.staged._ivf import ClusterIndex
 
 
 class RunningSearch:
-    """Queries that advance together; `codes[i]`: vectors in the first i clusters of all of them."""
+    """Queries that advance together; `codes[i]`: vectors in their first i clusters."""
 
     def __init__(
         self, handle: SearchHandle, request: SearchRequest, patience: int | None = None, submitted_s: float = 0.0
@@ -186,7 +186,7 @@ class Visits(NamedTuple):
         return [dealt.part(slice(start, stop)) for start, stop in pairwise((0, *cuts)) if start < stop]
 
     def padded(self) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.float32]]:
-        """Return the rows, and the clusters of each in a row, padded with -1, which FAISS skips."""
+        """Return the rows and their clusters, padded with -1, which FAISS skips."""
         rows = self.rows
         if rows[0] == rows[-1]:
             return rows[:1], self.clusters[None], self.coarse[None]

@@ -23,7 +23,7 @@ _HAND_S = 3e-5
 
 
 class Rows(NamedTuple):
-    """Queries of a piece, and what is kept of each."""
+    """A piece's queries, and what is kept of each."""
 
     queries: NDArray[np.float32]
     kept: int
@@ -32,7 +32,7 @@ class Rows(NamedTuple):
 
 
 class PieceScanner:
-    """Deals the clusters of a piece to cores by codes. `scan_s`: time of the last piece in FAISS."""
+    """Deals a piece's clusters to cores by codes. `scan_s`: the last piece's time in FAISS."""
 
     def __init__(self, index: ClusterIndex, cores: int, costs: ClusterCosts, clock: Callable[[], float]) -> None:
         self.costs = costs
@@ -62,7 +62,7 @@ class PieceScanner:
             self._helpers.shutdown(wait=False)
 
     def _whole_alone(self, piece: Sequence[tuple[RunningSearch, int]]) -> BestResults | None:
-        """Scan a single search in one piece on one core with one call of FAISS; return None in other cases."""
+        """Scan a single, uncut search on one core with one call of FAISS; return None in other cases."""
         search, stop = piece[0]
         if len(piece) > 1 or search.done or stop < search.total or self._cores > 1:
             return None
@@ -147,13 +147,13 @@ class PieceScanner:
 
 
 def shares_of(codes: int, cores: int, costs: ClusterCosts) -> int:
-    """Return the number of cores for a piece, the minimum of work / n + n * (cost of a share)."""
+    """Return the cores n for a piece, the minimum of work / n + n * (cost of a share)."""
     work_s = codes * costs.code_s
     return max(1, min(cores, int(work_s / max(costs.call_s, _HAND_S)), int(math.sqrt(work_s / _HAND_S))))
 
 
 def _by_selector(piece: Sequence[tuple[RunningSearch, int]], visits: Visits) -> Iterator[tuple[Any, Visits]]:
-    """Group visits by selector: a call of FAISS has one, and searches without a selector go together."""
+    """Group visits by selector, since a call of FAISS has one; those without go together."""
     selectors = [search.selector for search, _ in piece]
     plain = np.array([selector is None for selector in selectors])
     if plain.all():

@@ -1,4 +1,4 @@
-"""Vector searches in stages with provisional results (RAGCache section 5.3)."""
+"""Vector searches in stages with provisional results (RAGCache 5.3)."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ OFFSET = (1 << 32) - 1
 
 
 class ClusterIndex:
-    """An IVF index whose scanned parts add up to its search; TypeError, in the name of `searcher`, for others."""
+    """An IVF index whose scanned parts add up to its search. Raises TypeError, in the name of `searcher`."""
 
     def __init__(self, index: Any, searcher: str) -> None:
         self.core = unwrap(index)
@@ -58,7 +58,7 @@ class ClusterIndex:
         return min(int(self.ivf.nlist), int(self.ivf.nprobe) if nprobe is None else nprobe)
 
     def slices(self, queries: int) -> int:
-        """Return FAISS's number of slices of queries: distances to many centroids at once differ in last bits."""
+        """Return FAISS's slices of queries: distances computed together differ in their last bits."""
         if queries > 1 and self.ivf.parallel_mode == 0:
             return min(int(self._faiss.omp_get_max_threads()), queries)
         return 1
@@ -81,7 +81,7 @@ class ClusterIndex:
         selector: Any = None,
         locations: bool = False,
     ) -> SearchResult:
-        """Return the k best of each query in its row of `clusters` (-1: none), with ids or cluster << 32 | offset."""
+        """Return each query's k best in its row of `clusters` (-1: none), with ids or cluster << 32 | offset."""
         faiss = self._faiss
         queries, coarse = np.ascontiguousarray(queries), np.ascontiguousarray(coarse)
         clusters = np.ascontiguousarray(clusters)

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """Results up to the end of one stage, in read-only arrays.
+    """Results up to the end of a stage, in read-only arrays.
 
-    - `number`: from 1 to `stages`; in a shared search the clusters scanned so far (0: results of earlier searches)
-    - `ids`: shape (queries, k), best first; -1 if fewer than k were found
+    - `number`: 1 to `stages`; in a shared search the clusters scanned so far (0: results of earlier searches)
+    - `ids`: (queries, k), best first; -1 if fewer were found
     - `distances`: in the index's metric (inner product: larger is better)
-    - `settled`: least number of clusters scanned since `ids` changed
+    - `settled`: clusters, at least, scanned since `ids` changed
     """
 
     number: int
@@ -36,14 +36,7 @@ class Stage:
 
 
 class StagedSearch(Protocol):
-    """A retriever that searches in stages.
-
-    Each `next()` does one stage's work in a library that releases the interpreter lock; successive calls may run in
-    different threads.
-    """
+    """A search in stages. Each `next()` does one stage's work, without the interpreter lock, in any thread."""
 
     def search(self, queries: Any, k: int) -> Iterator[Stage]:
-        """Return the k nearest of each query, an array of shape (queries, dimensions), in at least one stage.
-
-        The last stage equals an unstaged search.
-        """
+        """Return the k nearest of `queries`, (queries, dimensions); the last stage equals an unstaged search."""

@@ -17,14 +17,14 @@ _FACTOR = 4
 
 
 class StagedHNSW:
-    """Searches an HNSW index with growing efSearch; the last stage is `index.search`.
+    """Searches an HNSW index with growing efSearch; the last stage equals `index.search`.
 
         for stage in StagedHNSW(index, stages=3).search(queries, k=5):
             print(stage.number, stage.ids)
 
     - `index`: a FAISS HNSW index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform
     - `ef_search`: of the last stage (default: the index's own)
-    - `stages`: each has four times the efSearch of the one before, or `schedule` has all
+    - `stages`: each with four times the efSearch of the last one, or the `schedule`
 
     FAISS cannot resume a traversal, as RAGCache does: each stage starts over.
     """

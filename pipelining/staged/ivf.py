@@ -16,13 +16,13 @@ from ragorder.pipelining.staged.base import Stage
 
 
 class StagedIVF:
-    """Searches an IVF index in stages; each stage scans the next nearest clusters.
+    """Searches an IVF index in stages, nearest clusters first.
 
         for stage in StagedIVF(index, stages=4).search(queries, k=5):
             print(stage.number, stage.ids)
 
     - `index`: a FAISS IVF index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform
-    - `growth`: "equal" stages; "geometric" ones, each doubling the clusters scanned so far; or each stage's clusters
+    - `growth`: "equal" stages, "geometric" ones, which double the clusters scanned so far, or each stage's clusters
     - `nprobe`: clusters of all stages (default: the index's own)
 
     The last stage equals `index.search`, ties included. The index must not change during a search. Raises TypeError for
@@ -53,7 +53,7 @@ class StagedIVF:
         self._stages, self._growth, self._nprobe = stages, growth, read_nprobe(nprobe)
 
     def search(self, queries: Any, k: int, *, selector: Any = None) -> Iterator[Stage]:
-        """See `StagedSearch.search`. `selector`, a faiss.IDSelector, restricts the ids."""
+        """See `StagedSearch.search`. `selector`: a faiss.IDSelector."""
         k, rows = read_k(k), read_queries(queries, self._index.core.outer.d)
         self._index.check_settings()
         nprobe = self._index.nprobe(self._nprobe)
@@ -85,7 +85,7 @@ def _cuts(nprobe: int, stages: int, growth: object, counts: Sequence[int] | None
 
 
 class TopKMerge:
-    """The best k of each query, merged part by part, in FAISS's order of ties; doubtful ties are searched again."""
+    """Each query's best k, merged part by part, in FAISS's order of ties; doubtful ties are searched again."""
 
     def __init__(self, first: SearchResult, *, similarity: bool) -> None:
         self.distances, self.ids = first

@@ -45,7 +45,7 @@ def fields(template: str | Callable[[State], str]) -> frozenset[str]:
 
 
 def query_fields(query: str | Callable[[State], str]) -> frozenset[str]:
-    """Return the names that a query reads; a query without braces is a name."""
+    """Return the names that a query reads; without braces it is a name."""
     if callable(query) or "{" in query or "}" in query:
         return fields(query)
     if not query.isidentifier():
@@ -93,21 +93,19 @@ def _checked(text: Any) -> str:
 
 
 Input = tuple[NodeQuestion, tuple[Any, ...]] | tuple[str, int]
-"""Question and documents of a generation, or query and topk of a search."""
+"""A generation's question and documents, or a search's query and topk."""
 
 
 def input_of(node: Generation | Retrieval, state: State, scope: Hashable) -> Input:
-    """Raises the errors of the graph's functions."""
+    """Raises errors of the graph's functions."""
     if isinstance(node, Generation):
         return question_of(node, state, scope), documents_of(node, state)
     return query_of(node, state), node.topk
 
 
 class Memory:
-    """Answers and found documents of one request, by their inputs, which are compared by ==; those to come, too.
-
-    `memo`: None for searches and for generations at temperature 0, True for all, False for none.
-    """
+    """One request's answers and found documents, also those to come, by their inputs, compared by ==. `memo`: None for
+    searches and generations at temperature 0, True for all, False for none."""
 
     def __init__(self, memo: bool | None = None) -> None:
         self._memo = memo
@@ -120,7 +118,7 @@ class Memory:
 
     @contextmanager
     def asking(self, asked: Input) -> Iterator[asyncio.Future[Any]]:
-        """Yield the future that the caller gives the result. It is forgotten if there is none."""
+        """Yield the future to give the result to; without a result it is forgotten."""
         entry = asked, asyncio.get_running_loop().create_future()
         self._known.setdefault(_text_of(asked), []).append(entry)
         try:

@@ -1,4 +1,4 @@
-"""Workflow graphs (HedraRAG section 4.1, RAGraph)."""
+"""Workflow graphs (HedraRAG 4.1, RAGraph)."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class RAGraph:
         graph.add_edge(START, "guess").add_edge("guess", "search").add_edge("search", "answer").add_edge("answer", END)
         compiled = graph.compile()
 
-    - The user's question is {query} or {input}. `inputs`: further names that the state of each run must have.
-    - `max_rounds`: the most runs of a node in a request. A graph with a loop needs it.
-    - Successors of a node run in parallel. A node where branches meet runs once, after all branches that can still
-      reach it; in a loop, once in each round.
+    - The user's question is {query} or {input}. `inputs`: further names that each run's state must have.
+    - `max_rounds`: the most runs of a node in a request, required by a graph with a loop.
+    - Successors of a node run in parallel. Where branches meet, a node runs once (in a loop, once a round), after all
+      branches that can still reach it.
     """
 
     def __init__(
@@ -67,11 +67,8 @@ class RAGraph:
         max_tokens: int = 256,
         **options: Any,
     ) -> Self:
-        """Add a generation. `documents`: names in the state of the documents that the prompt shows.
-
-        The default is the outputs of retrievals that the template names. `options` go to the engine; temperature is 0.0
-        by default.
-        """
+        """Add a generation. `documents`: the state's names of documents that the prompt shows, by default those outputs
+        of retrievals that the template names. `options` go to the engine; temperature is 0.0 by default."""
         names = _names(documents)
         return self._add(Generation(id, prompt, output, names, parse, max_tokens, MappingProxyType(options)))
 
@@ -98,11 +95,8 @@ class RAGraph:
         *,
         to: NodeId | Terminal | Sequence[NodeId | Terminal] = (),
     ) -> Self:
-        """Add an edge, which is conditional if `target` is a function of the state.
-
-        `to`: what the function may return, one or several (default: any node or END). It runs on the event loop and
-        must be quick.
-        """
+        """Add an edge, conditional if `target` is a function of the state, which runs on the event loop and must be
+        quick. `to`: what it may return, one or several (default: any node or END)."""
         to = _as_tuple(to)
         edge = Edge(source, to, target) if callable(target) else Edge(source, (target,))
         problem = edge_problem(edge, to)
@@ -112,10 +106,8 @@ class RAGraph:
         return self
 
     def compile(self, max_rounds: int | None = None, *, answer: str | None = None) -> CompiledGraph:
-        """Check the graph and return it ready to run. Raises GraphError.
-
-        `answer`: the state's name of the result (default: the output of the last generations).
-        """
+        """Check the graph and return it ready to run. `answer`: the state's name of the result, by default the output
+        of the last generations. Raises GraphError."""
         max_rounds = self.max_rounds if max_rounds is None else max_rounds
         edges: dict[NodeId | Terminal, tuple[Edge, ...]] = {}
         everywhere = (*self._nodes, END)
@@ -143,7 +135,7 @@ class RAGraph:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledGraph:
-    """A checked graph, for any number of requests. `answer`: the state's name of the result."""
+    """A checked graph, for any number of requests."""
 
     name: str
     nodes: Mapping[NodeId, Node]
@@ -181,7 +173,7 @@ class CompiledGraph:
         return tuple(target for target in targets if target is not END)
 
     def leads_to(self, id: NodeId, name: str | None) -> bool:
-        """Return whether a node writes this name, or one that may come after it (None: True)."""
+        """Return whether this node, or one that may come after it, writes the name (None: True)."""
         later = self.topology.later(id)
         return name is None or any(
             name in node.writes for node in self.nodes.values() if node.id == id or node.id in later

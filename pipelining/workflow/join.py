@@ -34,7 +34,7 @@ from ragorder.pipelining.workflow.topology import Position
 
 @dataclass(frozen=True, slots=True)
 class NodeRun:
-    """One run of a node in a request; the first has `round` 0."""
+    """One run of a node in a request, from `round` 0."""
 
     node: Node = field(compare=False)
     id: NodeId
@@ -47,15 +47,15 @@ class NodeRun:
 
 
 class Tokens:
-    """The positions of one request in its graph.
+    """One request's positions in its graph.
 
         while runs := tokens.take():
             for run in runs:
                 tokens.finish(run, values_of(run))
 
-    A node with a token starts when no other token can reach it any more in this round of its loops; tokens that meet
-    become one. So results do not depend on the order or duration of runs. `until`: a name of the state; a branch ends
-    before a node that does not write it and that no such node follows.
+    A node with a token starts once no other token can reach it in this round of its loops; tokens that meet become one.
+    So results do not depend on the order or duration of runs. `until`: a name of the state; a branch ends where nothing
+    that follows writes it.
     """
 
     def __init__(self, graph: CompiledGraph, state: State, until: str | None = None) -> None:
@@ -94,20 +94,20 @@ class Tokens:
 
     @property
     def state_so_far(self) -> State:
-        """Return the newest value of each name in all branches, also of those that have not ended."""
+        """The newest value of each name in all branches, ended or not."""
         order = self._graph.topology.order
         running = [(order[run.id], run.round, run.state) for run in self._running.values()]
         return _joined([*self._ended, *chain.from_iterable(self._waiting.values()), *running])
 
     def alone(self, run: NodeRun) -> Tokens:
-        """Return a copy in which nothing but this run has begun."""
+        """Return a copy in which only this run has begun."""
         other = self.copy()
         other._waiting, other._ended = {}, []
         other._running = {run.key: run}
         return other
 
     def take(self) -> list[NodeRun]:
-        """Return the runs to start now, each once. Raises RoundsError for a node that has run `max_rounds` times."""
+        """Return the runs to start now. Raises RoundsError for a node that has run `max_rounds` times."""
         started = []
         active = [*self._waiting, *((id, False) for id, _ in self._running)]
         awaits = self._graph.topology.awaits
@@ -176,7 +176,7 @@ async def interpret(
     state: Mapping[str, Any] | None = None,
     scope: Hashable = None,
 ) -> WorkflowResult:
-    """Run one node after another. `retrieve` returns documents, best first. Raises GraphError and NodeError."""
+    """Run node after node. `retrieve` returns documents, best first. Raises GraphError and NodeError."""
 
     async def values_of(run: NodeRun) -> Mapping[str, Any]:
         node = run.node

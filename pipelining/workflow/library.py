@@ -1,4 +1,4 @@
-"""Workflows of HedraRAG's evaluation (section 6.1)."""
+"""Workflows of HedraRAG's evaluation (6.1)."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def recomp(
     compress_tokens: int = 128,
     max_tokens: int = 256,
 ) -> RAGraph:
-    """Search, summarise the documents, and answer from the summary (RECOMP). `each`: one per document."""
+    """Search, sum the documents up, and answer from the summary (RECOMP). `each`: a summary per document."""
     graph = RAGraph("recomp")
     graph.add_retrieval("search", query="query", topk=topk)
     graph.add_generation("answer", prompt=prompt, max_tokens=max_tokens)

@@ -1,4 +1,4 @@
-"""Nodes, edges, state and errors of a workflow (HedraRAG section 4.1)."""
+"""Nodes, edges, state and errors of a workflow (HedraRAG 4.1)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _UNKNOWN_OPTION = re.compile(r"unexpected keyword argument '\w{1,64}'", re.IGNOR
 
 
 class NodeError(WorkflowError, RuntimeError):
-    """A node that failed in one request. The message never has a text; `__cause__` is the error."""
+    """A node that failed in one request. The message has no text of the request; `__cause__` is the error."""
 
     def __init__(self, graph: str, node: object, failure: str) -> None:
         super().__init__(f"workflow {graph!r}, node {node!r}: {failure}")
@@ -58,7 +58,7 @@ class NodeError(WorkflowError, RuntimeError):
 
     @classmethod
     def of(cls, graph: str, node: object, error: BaseException) -> NodeError:
-        """Return the error to raise from `error`. Messages of other packages may have texts: they are not shown."""
+        """Return the error to raise from `error`, whose own message, which may have texts, is not shown."""
         if isinstance(error, WorkflowError):
             return cls(graph, node, str(error))
         # An engine that does not know an option of a generation; a name of Python's has no text.
@@ -71,11 +71,11 @@ QUESTION = ("input", "query")
 
 
 UNKNOWN: Any = object()
-"""In a state: a value that is not known yet."""
+"""In a state: a value not known yet."""
 
 
 class State(Mapping[str, Any]):
-    """Values by name, read-only. A node sees the values of nodes before it, but not of parallel nodes."""
+    """Values by name, read-only. A node sees those of nodes before it, not of parallel ones."""
 
     __slots__ = ("_age", "_values", "_written")
 
@@ -120,7 +120,7 @@ class State(Mapping[str, Any]):
 
     @classmethod
     def joined(cls, states: Iterable[State], age: int = 0) -> State:
-        """Return the newest value of each name, of equally new ones the first; later values are newer than `age`."""
+        """Return the newest value of each name, of equally new ones the first; later ones are newer than `age`."""
         first, *others = states
         if not others and first._age >= age:
             return first
@@ -153,8 +153,8 @@ START, END = Terminal.START, Terminal.END
 class Generation:
     """An answer of the language model, stored as `output`.
 
-    `documents`: names in the state of the documents that the prompt shows. They come first, and the prompt has "the
-    documents above" where it names them. `parse(text, state)` returns the value to store (default: the stripped text).
+    `documents`: the state's names of documents that come before the prompt, which has "the documents above" where it
+    names them. `parse(text, state)` returns the value to store (default: the stripped text).
     """
 
     id: NodeId
@@ -172,7 +172,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Retrieval:
-    """A search for `query` (a name of the state, a template, or a function), which stores the `topk` best."""
+    """A search for `query`: a name of the state, a template, or a function. Stores the `topk` best."""
 
     id: NodeId
     query: str | Callable[[State], str]
@@ -186,11 +186,8 @@ class Retrieval:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A plain function, such as a filter, which returns values for the names in `writes`.
-
-    A function that is not a coroutine runs in a thread. `pure`: without side effects and quick, so it may be called
-    speculatively, on the event loop.
-    """
+    """A function, such as a filter, which returns values for the names in `writes`; it runs in a thread if it is no
+    coroutine. `pure`: quick and without side effects, so it may be called speculatively, on the event loop."""
 
     id: NodeId
     function: Callable[[State], Mapping[str, Any] | Awaitable[Mapping[str, Any]]]
@@ -204,9 +201,9 @@ Node = Generation | Retrieval | Step
 
 @dataclass(frozen=True, slots=True)
 class NodeQuestion:
-    """The question of a `RequestBuilder`: a generation's prompt without its documents.
+    """A generation's prompt without its documents, for a `RequestBuilder`.
 
-    - `ordered`: documents may be in the order of the engine's cache, else they are in rank order
+    - `ordered`: documents may be ordered for the engine's cache, else they are in rank order
     - `streamed`: tokens are read as they come, else the answer may come whole
     """
 
@@ -224,7 +221,7 @@ Choice = Callable[[State], NodeId | Terminal]
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An edge to its one target, or to the one of `targets` that `choose` returns (empty: any)."""
+    """An edge to its one target, or to that of `targets` (empty: any) which `choose` returns."""
 
     source: NodeId | Terminal
     targets: tuple[NodeId | Terminal, ...]

@@ -1,4 +1,4 @@
-"""Known and predicted nodes, and their speculative searches (HedraRAG section 4.3)."""
+"""Known and predicted nodes, and their speculative searches (HedraRAG 4.3)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _UNKNOWN = ("qzx 7", "jvk\nwpf\nhgy\nbxq 4")
 
 
 def predict_runs(tokens: Tokens, *ended: tuple[NodeRun, Mapping[str, Any]]) -> list[NodeRun]:
-    """Return the generations and searches that are due once these runs wrote these values; pure steps are called."""
+    """Return the generations and searches due once these runs have written these values; pure steps are called."""
     expected = tokens.copy()
     runs: list[NodeRun] = []
     for run, values in ended:
@@ -40,17 +40,15 @@ def predict_runs(tokens: Tokens, *ended: tuple[NodeRun, Mapping[str, Any]]) -> l
 
 
 def known_runs(tokens: Tokens) -> tuple[dict[Query, NodeRun], set[RunKey]]:
-    """Return the next searches whose queries are the same for two texts in place of what still runs.
-
-    Also those runs whose start makes no other search known: all that follow, if all searches are known.
-    """
+    """Return the next searches whose queries are the same for two texts in place of what still runs, and, if that is so
+    for all searches, the runs that follow: their start makes no other search known."""
     (first, runs), (second, others) = (_searches_after(tokens, text) for text in _UNKNOWN)
     known = {query: run for query, run in first.items() if query in second}
     return known, runs & others if known.keys() == first.keys() == second.keys() else set()
 
 
 def _searches_after(tokens: Tokens, text: str) -> tuple[dict[Query, NodeRun], set[RunKey]]:
-    """Also return the runs that follow, or none if there are too many or some depend on what is not called."""
+    """Return the searches and runs that follow; no runs if they are too many, or depend on what is not called."""
     expected = tokens.copy()
     searches: dict[Query, NodeRun] = {}
     running = deque(expected.running)
@@ -94,7 +92,7 @@ def _unknown_values(run: NodeRun, text: str) -> Mapping[str, Any] | None:
 
 
 def may_lead_on(tokens: Tokens, run: NodeRun) -> bool:
-    """Return False if nothing that leads to `tokens.until` can follow this generation, whatever its text is."""
+    """Return False if this generation, whatever its text, cannot lead to `tokens.until`."""
     if tokens.branches > 1 or tokens.until in run.node.writes:
         return True
     expected = tokens.alone(run)
@@ -149,7 +147,7 @@ def _call_pure(run: NodeRun) -> Mapping[str, Any] | None:
 
 
 class SpeculativeSearch:
-    """A search for a predicted query. Results go into `history`, a branch of the request's history."""
+    """A search for a predicted query, with a branch of the request's `history`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What speculations cost: a budget of what may be wasted, and the time that they take from others on the engine."""
+"""What speculations may waste, and the time that they cost others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXTRA_TOKENS = 0.25
 
 
 class Allowance:
-    """Units that speculations may waste: `share` of those that were due so far; `held` ones may still be used."""
+    """Units that speculations may waste: a `share` of those due so far; `held` ones may still be used."""
 
     def __init__(self, share: float | None) -> None:
         self._share = share
@@ -23,14 +23,14 @@ class Allowance:
 
     @property
     def used(self) -> float:
-        """Return the used share of what may be wasted: 0 without a limit."""
+        """The used share of what may be wasted, 0 without a limit."""
         if not self._share:
             return 0.0
         return (self.wasted + self.held) / max(1.0, self._share * self.due)
 
 
 class Spending:
-    """Engine tokens, engine requests and searches of all requests; of each, speculations may waste a `share`."""
+    """Engine tokens, engine requests and searches, of each of which speculations may waste a `share`."""
 
     def __init__(self, share: float | None) -> None:
         if share is not None and not share >= 0:
@@ -44,7 +44,7 @@ class Spending:
         self.tokens.due += tokens
 
     def hold_generation(self, tokens: int) -> bool:
-        """`tokens`: 0 if the node has not been answered, so that any number may be wasted."""
+        """`tokens`: expected; 0, before the node has been answered, counts as any number."""
         if not (self.requests.has_room(1) and self.tokens.has_room(tokens or math.inf)):
             return False
         self.requests.held += 1
@@ -53,7 +53,7 @@ class Spending:
 
     @property
     def least_right(self) -> float:
-        """Return how often a generation must be right: more, the more has been wasted."""
+        """How often a generation must be right: the more, the more is wasted."""
         return max(self.requests.used, self.tokens.used)
 
     def free_generation(self, held: int) -> None:
@@ -70,14 +70,14 @@ _KEEP, _LEAST_VARIANCE = 0.98, 0.25
 
 
 class DecodingCost:
-    """Seconds that one more sequence on the engine adds to each token of the others: a slope, learnt from answers."""
+    """Seconds that a further sequence on the engine adds to each token of the others: a slope, learnt from answers."""
 
     def __init__(self) -> None:
         self._weight = 0.0
         self._running = self._token_s = self._squares = self._products = 0.0
 
     def add(self, running: float, token_s: float) -> None:
-        """`running`: sequences on the engine, on average, while one was answered in `token_s` a token."""
+        """`running`: mean sequences on the engine during an answer of `token_s` a token."""
         self._weight = _KEEP * self._weight + 1
         step = 1 / self._weight
         from_running, from_token_s = running - self._running, token_s - self._token_s
@@ -116,6 +116,6 @@ class NodeTokens:
             mean.add(tokens)
 
     def of(self, node: Hashable) -> tuple[float, float]:
-        """Return 0 and 0 for a node that has not been answered."""
+        """Return 0 and 0 before the node's first answer."""
         prompt, answer = self._nodes.get(node) or (RunningMean(), RunningMean())
         return prompt.value or 0.0, answer.value or 0.0

@@ -13,8 +13,7 @@ from ragorder.pipelining.workflow.nodes import NodeError, NodeId, State
 
 @dataclass(frozen=True, slots=True)
 class WorkflowResult:
-    """`text` is the graph's answer ("" if `until` ended the request before), `state` all values of its nodes, `trace`
-    the request's times."""
+    """`text`: the graph's answer ("" if `until` ended the request before); `state`: the values of all nodes."""
 
     text: str = field(repr=False)
     state: State = field(repr=False)
@@ -41,11 +40,11 @@ _MAX_ITEMS = 1000
 class WorkItemTrace:
     """One work item, in seconds from its request's start (`ended_s` None: still running).
 
-    - `planned_s`: when it became due or was predicted; until `started_s` it waited for a scheduling cycle
+    - `planned_s`: became due or was predicted, and waited for a scheduling cycle until `started_s`
     - `outcome` of a speculation: "used", "wasted" (right, on a dropped branch) or "rolled back" (wrong)
-    - of a search: `stages` seen, `clusters` scanned, and for how many of these the result had `settled`
-    - `stages_ahead`: 1 if predicted from a due item, 2 if predicted from a speculative one
-    - `from_memory`: an earlier item of the request had the same input, so neither engine nor search was asked
+    - of a search: `stages` seen, `clusters` scanned, and those scanned after the result had `settled`
+    - `stages_ahead`: predicted from a due item (1) or a speculative one (2)
+    - `from_memory`: an earlier item of the request had the same input
     """
 
     node: NodeId
@@ -72,7 +71,7 @@ class WorkItemTrace:
 class WorkflowTrace:
     """One request, in seconds; `started_s` is by the server's clock.
 
-    - `waited_s`: in the queue before the start, not part of `total_s`
+    - `waited_s`: in the queue, before `total_s`
     - `outcome` "limited": ended by `max_rounds` or a deadline, with the answer so far
     - `refused`, `declined`: speculations without room, and without a gain
     - `dropped`: work items after the first 1000
@@ -91,7 +90,7 @@ class WorkflowTrace:
 
     @property
     def wasted_tokens(self) -> int:
-        """Tokens of the prompts and answers of speculative generations that were not used."""
+        """Tokens of prompts and answers of unused speculative generations."""
         return sum((item.prompt_tokens or 0) + item.tokens for item in self._wasted("engine"))
 
     @property
@@ -119,7 +118,7 @@ class WorkflowTrace:
 
 
 class WorkflowStream(AnswerStream[str | WorkflowResult]):
-    """Text of an answer, with the `result` at the end."""
+    """Text of an answer; at its end the `result`."""
 
     def __init__(self, parts: AsyncGenerator[str | WorkflowResult, None], trace: WorkflowTrace) -> None:
         super().__init__(parts)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ragorder.pipelining.workflow.searching import Found
 
 _CHECK_EVERY = 8
-"""Tokens of a generation between two scheduling cycles."""
+"""A generation's tokens between two scheduling cycles."""
 
 
 class RunOptions(TypedDict, total=False):
@@ -47,9 +47,8 @@ class RunOptions(TypedDict, total=False):
     - `state`: values for the graph's `inputs`
     - `scope`: the tenant, which shares no cached prefixes
     - `deadline_s`: seconds from the call, with the time in the queue
-    - `on_limit`: "return" ends the request at `max_rounds` or its deadline with the answer so far, and raises if there
-      is none; "raise" always raises
-    - `until`: a name of the state, such as "docs". Only what leads to the last value of this name runs
+    - `on_limit`: at `max_rounds` or the deadline "return" the answer so far, or raise without one; always "raise"
+    - `until`: a name of the state, such as "docs": only what leads to its last value runs
     """
 
     state: Mapping[str, Any] | None
@@ -60,7 +59,7 @@ class RunOptions(TypedDict, total=False):
 
 
 def checked_options(graph: CompiledGraph, options: RunOptions) -> RunOptions:
-    """Raise TypeError for unknown options: with a misspelt scope a request would share others' prefixes."""
+    """Raise for wrong options: with a misspelt scope a request would share others' prefixes."""
     names = RunOptions.__annotations__
     if unknown := options.keys() - names.keys():
         raise TypeError(f"a request has no {', '.join(sorted(unknown))}: its options are {', '.join(names)}")
@@ -81,10 +80,8 @@ def deadline_error(graph: CompiledGraph, options: RunOptions) -> DeadlineError:
 
 
 class WorkflowRun(Generic[D, R]):
-    """Starts due nodes, and the speculative items of scheduling cycles.
-
-    `emit` is called with the answer's text as it is generated, if no later node can change it.
-    """
+    """Starts due nodes and speculative items. `emit` gets the answer's text as it is generated, if no later node can
+    change it."""
 
     def __init__(
         self,
@@ -122,7 +119,7 @@ class WorkflowRun(Generic[D, R]):
         )
 
     async def run(self) -> State:
-        """Run the graph to its end or a limit, with no work left. Raises GraphError, DeadlineError, NodeError."""
+        """Run to the graph's end or a limit, and leave no work. Raises GraphError, DeadlineError, NodeError."""
         self._tokens: Tokens
         loop = asyncio.get_running_loop()
         error = deadline_error(self.graph, self._options)
@@ -165,7 +162,7 @@ class WorkflowRun(Generic[D, R]):
         return may_lead_on(self._tokens, run)
 
     def _state_so_far(self) -> State:
-        """What has been shown of an answer counts as the answer."""
+        """Count what has been shown of an answer as the answer."""
         state = self._tokens.state_so_far
         return state if self._shown is None else state.updated({self.graph.answer: "".join(self._shown.text).strip()})
 

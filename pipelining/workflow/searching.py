@@ -1,4 +1,4 @@
-"""Searches of workflows: shared, in stages or whole; of this process or elsewhere; for vectors or for texts."""
+"""Searches of workflows: shared, in stages, or by a function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 @dataclass(frozen=True, slots=True)
 class WholeResult(Generic[D]):
-    """What a search function has found, as a last `Stage` that has documents instead of ids."""
+    """A search function's documents, as a last `Stage`."""
 
     documents: tuple[D, ...] = field(repr=False)
     number: int = 1
@@ -55,12 +55,12 @@ class Handle(Protocol):
 class Searcher(Generic[D]):
     """Embeds queries, searches, and fetches documents.
 
-    - `search`: an object with the `submit` of `ContinuousIVF`, a `StagedSearch`, or a function of a query and k that
-      returns results, best first. Coroutine functions run on the event loop, others in a thread.
-    - `embed`: makes the vector that is searched for. None: the function is called with the text.
-    - `document`: returns the document of a result's id. None: the function's results are the documents.
+    - `search`: an object with `ContinuousIVF.submit`, a `StagedSearch`, or a function of a query and k that returns
+      results, best first. Coroutine functions run on the event loop, others in a thread.
+    - `embed`: makes the vector to search for. None: the function gets the text.
+    - `document`: returns the document of an id. None: the function returns documents.
 
-    Raises ValueError for a search of an index without `embed` or `document`.
+    Raises ValueError for an index without `embed` or `document`.
     """
 
     def __init__(self, search: Any, embed: Callable[[str], Any] | None, document: Callable[[Any], D] | None) -> None:
@@ -101,7 +101,7 @@ class Searcher(Generic[D]):
         return handle
 
     def begin(self, vector: Any, k: int, spawn: Spawn, **options: Any) -> Handle:
-        """Return a speculative search that has begun; one that is not shared runs in a task of `spawn`."""
+        """Begin a speculative search; one that is not shared runs in a task of `spawn`."""
         handle = self.submit(vector, k, due=False, **options)
         return _Begun(handle, spawn) if isinstance(handle, _Whole) else handle
 
@@ -153,7 +153,7 @@ class Searcher(Generic[D]):
 
 
 def _ids(results: Any) -> Sequence[Any]:
-    """Return the ids of one query, numbers or texts, also from an array of one row."""
+    """Return one query's ids, numbers or texts, also from an array of one row."""
     if isinstance(results, list | tuple) and all(isinstance(id, str) for id in results):
         return results
     import numpy as np
@@ -182,7 +182,7 @@ class _Whole:
 
 
 class _Begun:
-    """A search that runs before it is read. Promoted, it starts over if it has failed."""
+    """A search that runs before it is read. Once promoted, it starts over if it has failed."""
 
     stage: Found | None = None
 
@@ -234,7 +234,7 @@ class _Begun:
 
 
 def _is_ours(search: Any) -> bool:
-    """Messages of our searches name shapes, counts and settings, never a query."""
+    """Our searches' messages name shapes, counts and settings, never a query."""
     from ragorder.pipelining.search import ContinuousIVF
 
     return isinstance(search, ContinuousIVF)

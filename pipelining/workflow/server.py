@@ -1,4 +1,4 @@
-"""Server of many workflows that share engine and search (HedraRAG section 4.5)."""
+"""Server of many workflows that share engine and search (HedraRAG 4.5)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ragorder.pipelining.workflow.transformations import Transformation, all_tra
 from ragorder.pipelining.workflow.wavefront import EngineQueue, Measurements, Wavefront
 
 _MEASURE_EVERY = 128
-"""One of this number of answers whose tokens nobody reads is streamed, to measure the prefill."""
+"""Of answers whose tokens nobody reads, one in this many is streamed, to measure the prefill."""
 
 
 class _BoundedEngine(Generic[R]):
-    """An engine with at most `limit` requests at once, including aborted ones until they have ended."""
+    """An engine with at most `limit` requests at once, aborted ones included until they end."""
 
     def __init__(self, engine: StreamingEngine[R], limit: int) -> None:
         self._engine = engine
@@ -50,12 +50,11 @@ class WorkflowServer(Generic[D, R]):
     - `search`, `embed`, `document`: see `Searcher`; `document` must be quick
     - `transformations`: of each scheduling cycle, in this order (None: all; (): none)
     - `load`: admits speculative generations (None: while fewer than 4 requests wait for their first token)
-    - `extra_tokens`: engine tokens that wrong speculations may take, as a share of what is taken stage by stage; the
-      same share of engine requests and searches (None: any number; 0: only searches whose queries are known)
+    - `extra_tokens`: share of engine tokens, engine requests and searches that wrong speculations may add to those of
+      due nodes (None: any; 0: only searches whose queries are known)
     - `max_requests` run at once and `max_waiting` others wait; further ones raise QueueFullError
     - `max_generations` are on the engine at once; the largest cached share goes next, within `window`
-    - `memo`: what a request has asked at temperature 0 is not asked again, nor is a search with the same query (None);
-      at any temperature (True); never (False)
+    - `memo`: a request repeats no search, and no generation at temperature 0 (None) or at any (True); False: it does
     - `observer`: called with each final trace
 
     Answers equal those of `interpret` with the same prompts. A node that fails ends its own request only.
@@ -117,11 +116,8 @@ class WorkflowServer(Generic[D, R]):
         on_progress: Callable[[int], object] | None = None,
         **options: Unpack[RunOptions],
     ) -> AsyncGenerator[tuple[int, WorkflowResult | Exception], None]:
-        """Yield (number of the question, result or error) in the order of their ends.
-
-        At most `max_requests` questions are read at a time; they wait while the queue is full. `options` are those of
-        each request.
-        """
+        """Yield (number of the question, result or error) as requests end. At most `max_requests` questions are read at
+        a time, and wait while the queue is full. `options`: of each request."""
         checked_options(graph, options)
 
         def ask(question: str) -> Coroutine[Any, Any, WorkflowResult]:
@@ -215,7 +211,7 @@ class WorkflowServer(Generic[D, R]):
             await end_all((task,))
 
     def _streams(self, graph: CompiledGraph, id: NodeId) -> bool:
-        """Return whether a transformation reads this generation's tokens, or a prefill is to be measured."""
+        """Return whether a transformation reads a generation's tokens, or a prefill is to be measured."""
         for transformation in self.transformations:
             reads_tokens = getattr(transformation, "reads_tokens", None)
             if reads_tokens is None or reads_tokens(graph, id, self.measurements):

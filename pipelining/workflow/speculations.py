@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class SpeculativeGeneration(Generic[D, R]):
-    """Speculations on one run of a generation, one at a time; `begun` and `ended` are called with their items."""
+    """Speculations on one run of a generation, one at a time; `begun` and `ended` get their items."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class SpeculativeGeneration(Generic[D, R]):
         self._task = asyncio.create_task(self._begin(item, question, documents, load))
 
     def due(self) -> None:
-        """Keep a speculation that runs, and begin no other: the generation is due."""
+        """The generation is due: keep a running speculation, and begin no other."""
         if self._next is not None:
             self._ended(self._next, "cancelled")
             self._next = None
@@ -125,14 +125,14 @@ def question_for(item: WorkItem, node: Generation, scope: Hashable) -> NodeQuest
 
 
 class _Guesses(NamedTuple):
-    """Prompts and documents predicted from a speculative search, by its part, and the times of prediction."""
+    """Prompts and documents predicted from a speculative search, by its part, with the times."""
 
     source: WorkItem
     by_part: dict[int, tuple[tuple[NodeQuestion, tuple[Any, ...]], float]]
 
 
 class Speculations(Generic[D, R]):
-    """Speculative generations and searches of one request; `tasks` has those of searches until they end."""
+    """Speculative generations and searches of one request; `tasks` are those of searches, until they end."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class Speculations(Generic[D, R]):
             return []
 
     def known_runs(self, tokens: Tokens, started: NodeRun) -> list[NodeRun]:
-        """Return searches to begin now, since their queries do not depend on what still runs."""
+        """Return searches whose queries do not depend on what still runs, each once."""
         if started.key in self._foreseen:
             return []
         try:
@@ -271,7 +271,7 @@ class Speculations(Generic[D, R]):
         return handle, speculative.history
 
     def left(self, tokens: Tokens) -> list[SpeculativeGeneration[D, R]]:
-        """Drop speculations on branches not taken. The caller must call `leave` of the returned generations."""
+        """Drop speculations on branches not taken. The caller must `leave` the returned generations."""
         if any(isinstance(run.node, Step) for run in tokens.running):
             # Predicted runs may come after this step.
             return []

@@ -25,22 +25,20 @@ from ragorder.pipelining.workflow.nodes import (
 Vertex = NodeId | Terminal
 
 Position = tuple[Vertex, bool]
-"""A node, and True if a branch waits there, at the head of a loop, for the next round."""
+"""A node, and whether a branch waits there, at a loop's head, for the next round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Nodes that can all reach each other. An edge from one of them to one of `heads` ends a round."""
+    """Nodes that all reach each other. An edge from one of them to one of `heads` ends a round."""
 
     nodes: frozenset[Vertex]
     heads: frozenset[Vertex]
 
 
 class Topology:
-    """Loops, order and parallel nodes. `edges`: for each node and START, the targets of each edge.
-
-    A loop's head is where it is entered, or, of several such nodes, the one that surely leads to the others; else all.
-    """
+    """Loops, order and parallel nodes. `edges`: the targets of each edge of each node and START. A loop's head is where
+    it is entered, or, of several such nodes, the one that surely leads to the others; else all."""
 
     def __init__(self, edges: Mapping[Vertex, Sequence[tuple[Vertex, ...]]]) -> None:
         self._edges = edges
@@ -71,7 +69,7 @@ class Topology:
         return loop is not None and source in loop.nodes
 
     def later(self, vertex: Vertex) -> frozenset[Vertex]:
-        """Return all nodes that can come after a node, including END, and itself in a loop."""
+        """Return all that can come after a node: also END, and in a loop the node itself."""
         if vertex not in self._later:
             self._later[vertex] = frozenset(_reached(self._next, self._next.get(vertex, ())))
         return self._later[vertex]
@@ -93,7 +91,7 @@ class Topology:
         return self._before[vertex]
 
     def awaits(self, one: Position, other: Position) -> bool:
-        """Return whether one branch must wait while the other can reach it; a loop's next round waits for this one."""
+        """Return whether one branch waits since the other can reach it; a loop's next round waits for this one."""
         (vertex, again), (other_vertex, other_again) = one, other
         loop, other_loop = self._headed.get(vertex), self._headed.get(other_vertex)
         if again and loop is not None and other_vertex in loop.nodes:
@@ -104,7 +102,7 @@ class Topology:
 
     @cached_property
     def parallel(self) -> Mapping[frozenset[Position], Vertex]:
-        """Pairs of positions that two branches can have at the same time, with the node where they parted."""
+        """Positions that two branches can have at the same time, with the node where they parted."""
         found: dict[frozenset[Position], Vertex] = {}
         waiting = [
             ((target, self.ends_round(source, target)), (beside, self.ends_round(source, beside)), source)
@@ -234,7 +232,7 @@ def with_documents(nodes: Mapping[NodeId, Node]) -> dict[NodeId, Node]:
 def problems(
     nodes: Mapping[NodeId, Node], edges: Edges, topology: Topology, inputs: Sequence[str], max_rounds: int | None
 ) -> Iterator[str]:
-    """Yield what is wrong, basic problems first; later checks assume that earlier ones found nothing."""
+    """Yield what is wrong; later checks assume that earlier ones found nothing."""
     yield from _loose_ends(nodes, edges)
     yield from _unreachable(nodes, topology)
     yield from _endless(nodes, edges, topology, max_rounds)

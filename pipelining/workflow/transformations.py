@@ -1,4 +1,4 @@
-"""Transformations of the wavefront (HedraRAG section 4.5)."""
+"""Transformations of the wavefront (HedraRAG 4.5)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ from ragorder.pipelining.workflow.wavefront import ANY_PART, KNOWN, Measurements
 
 
 class Transformation(Protocol):
-    """A change of the wavefront, applied on the event loop in each scheduling cycle where it saves time.
-
-    Without its optional `reads_tokens(graph, node, measured)` all generations are streamed.
-    """
+    """A change of the wavefront, applied in each scheduling cycle where it saves time. Without its optional
+    `reads_tokens(graph, node, measured)` all generations are streamed."""
 
     name: str
 
     def apply(self, wavefront: Wavefront, measured: Measurements, /) -> None: ...
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Return the mean seconds saved; it is applied if positive, also before anything is measured."""
+        """Return the mean seconds saved, inf before anything is measured; it is applied if positive."""
 
 
 class _WithoutTokens:
@@ -35,7 +33,7 @@ class _WithoutTokens:
 
 
 class _Mark(_WithoutTokens, ABC):
-    """Sets `flag` of each starting work item of `worker` for which the gain is positive."""
+    """Sets `flag` of starting work items of `worker` with a positive gain."""
 
     name: str
     flag: str
@@ -56,7 +54,7 @@ class _Mark(_WithoutTokens, ABC):
 
 
 class Split(_Mark):
-    """Cuts a search into parts that it shares with other searches, by the index's `Budget`."""
+    """Cuts a search into parts, between which others run, by the index's `Budget`."""
 
     name, flag, shared_only = "split", "split", True
 
@@ -75,12 +73,12 @@ _LEAST_SHARE = 0.02
 
 
 class Reorder(_Mark):
-    """Gives a request's searches a `History`, so that the next search finds its results earlier."""
+    """Gives a request's searches a `History`, so that later ones find their results earlier."""
 
     name, flag, shared_only = "reorder", "reorder", True
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Return 0 for a request's only search; a speculative search is always before the due one."""
+        """Return 0 for a request's only search; a speculative one is before the due one."""
         if item.due and not item.request.searches and not _may_search_again(item):
             return 0.0
         if measured.search_s.value is None:
@@ -99,7 +97,7 @@ _LEAST_SHARED = 0.1
 
 
 class OrderDocuments(_Mark):
-    """Has the request builder order documents for the engine's prefix cache instead of by rank."""
+    """Has documents ordered for the engine's prefix cache instead of by rank."""
 
     name, flag, worker = "order_documents", "ordered", "engine"
 
@@ -113,7 +111,7 @@ class OrderDocuments(_Mark):
 
 
 class WarmSystemPrompt(_WithoutTokens):
-    """Has the engine prefill an uncached system prompt during a search that leads to a generation."""
+    """Has an uncached system prompt prefilled during a search before a generation."""
 
     name = "warm_system_prompt"
 
@@ -137,12 +135,12 @@ class WarmSystemPrompt(_WithoutTokens):
 
 
 class SpeculateGeneration(_WithoutTokens):
-    """Starts the generation after a search with the documents found so far, within the budget of tokens (`Spending`).
+    """Starts the generation after a search with the documents found so far, within the budget (`Spending`).
 
-    - `bound`: most generations on the engine (paper: 16); first for searches with results nearest to their query
+    - `bound`: most generations on the engine (paper: 16); searches with the nearest results go first
     - `odds`: only where it saved time in recent searches of the same edge (False: Algorithm 2, if there is room)
-    - `across`: also with results of a speculative search, while the generation before it still runs
-    - `recalled_only`: only with results of the request's earlier searches, before any cluster is scanned (RaLMSpec)
+    - `across`: also with a speculative search's results, while the generation before it still runs
+    - `recalled_only`: only with results of the request's earlier searches, before a cluster is scanned (RaLMSpec)
     """
 
     name = "speculate_generation"
@@ -184,9 +182,7 @@ class SpeculateGeneration(_WithoutTokens):
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
         """Return the rest of the search (at most the generation) times the odds, less the cost of a wrong one: its
-        prefill, and what its decoding adds to each token of others. 0 if it is right more seldom than the budget
-        permits.
-        """
+        prefill, and what its decoding adds to others' tokens. 0 if the budget requires better odds."""
         if not self.odds or item.after is None:
             return math.inf
         odds, part = measured.odds(item.after), item.after.part
@@ -254,7 +250,7 @@ def _let_go(item: WorkItem, measured: Measurements) -> None:
 
 
 def _admit(item: WorkItem, measured: Measurements) -> bool:
-    """Reserve room now, so that the next speculation of this cycle counts it."""
+    """Reserve room, so that the cycle's next speculation counts it."""
     item.admission = admission = measured.load.admit()
     if admission is not None:
         item.at_end.append(admission.end)
@@ -270,11 +266,11 @@ def _distance(item: WorkItem, measured: Measurements) -> float:
 class SpeculateRetrieval:
     """Speculative searches, within the budget of searches (`Spending`).
 
-    - A query that does not depend on what still runs is known, and searched for at once.
-    - The next query of a generation is predicted from its text so far. The search is used if the final query is equal;
-      else it is cancelled, and its results order the clusters of the due search of a shared index.
+    A query that does not depend on what still runs is known, and searched for at once. The query after a generation is
+    predicted from its text so far. If the final query differs, the search is cancelled, and in a shared index its
+    results order the due search's clusters.
 
-    - `known`: False to predict alone
+    - `known`: False to predict only
     - `bound`: most searches (paper: 32)
     - `every`: tokens between predictions; queries that have changed least go first
     - `embeddings`: of predicted queries at the same time
@@ -339,9 +335,8 @@ class SpeculateRetrieval:
                     _begin_search(item, wavefront, measured)
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """If the query is final, return the search and its embedding, at most the rest of the generation; otherwise the
-        gain from ordered clusters. Add that of a generation on its results.
-        """
+        """Return the gain of a final query (search and embedding, at most the rest of the generation) or of ordered
+        clusters, by the odds, and that of a generation on the results."""
         search_s, embed_s = measured.search_s.value, measured.embed_s.value or 0.0
         if item.after is None or search_s is None:
             return math.inf
@@ -394,7 +389,7 @@ def _begin_search(item: WorkItem, wavefront: Wavefront, measured: Measurements) 
 
 
 def all_transformations(warm_up: WarmUp[NodeQuestion] | None = None) -> tuple[Transformation, ...]:
-    """Return all; first those that add work items, which the others see."""
+    """Return all, first those that add work items, which the others see."""
     warming = () if warm_up is None else (WarmSystemPrompt(warm_up),)
     generations = SpeculateGeneration()
     return (

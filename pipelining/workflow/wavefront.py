@@ -1,4 +1,4 @@
-"""Work items of all requests that can run now (HedraRAG section 4.5)."""
+"""Work items of all requests that can run now (HedraRAG 4.5)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class EngineQueue(Generic[T]):
-    """Generations that wait while `limit` are on the engine (None: none waits), the most cached first."""
+    """Generations that wait while `limit` (None: any) are on the engine, the most cached first."""
 
     def __init__(self, limit: int | None = None, window: int = 32) -> None:
         if limit is not None and limit < 1:
@@ -50,7 +50,7 @@ class EngineQueue(Generic[T]):
 
 ANY_PART = -1
 KNOWN = "known"
-"""Origin of a search whose query does not depend on what runs."""
+"""Origin of a known search."""
 
 _PARTS = 8
 _MAX_CHECKS = 16
@@ -77,12 +77,12 @@ class Request(Protocol):
 
 @dataclass(eq=False, slots=True)
 class WorkItem:
-    """Work on one run of a node: due, or predicted from the progress of `after`.
+    """One run of a node: due, or predicted from the progress of `after`.
 
     - `split`, `reorder`, `ordered`: set by transformations; `others`: on the engine when a generation became due
-    - `released`: an answered speculation, no longer on the engine; `held`, `sent`: its tokens in the budget, and used
-    - of a search: the latest `stage`, the ids `speculated` on, `dependents` on the engine, and if its query is `known`
-    - of a generation: the `checks` for predictions, and the `drift` between the last two predicted queries
+    - `released`: a speculation that has left the engine; `held`, `sent`: its tokens in the budget, and computed
+    - of a search: the latest `stage`, the ids `speculated` on, `dependents` on the engine, whether its query is `known`
+    - of a generation: `checks` for predictions, and the `drift` between the last two predicted queries
     """
 
     request: Request
@@ -124,7 +124,7 @@ class WorkItem:
 
     @property
     def part(self) -> int:
-        """Progress as a number: eighths of a search, from 1 (0: results of earlier searches), or `checks`."""
+        """Progress: eighths of a search, from 1 (0: results of earlier searches), or `checks`."""
         part = 0
         if self.stage is not None and self.stage.number:
             part = 1 + _PARTS * self.stage.number // max(1, self.stage.stages)
@@ -143,7 +143,7 @@ def worker_of(node: Node) -> Worker:
 
 
 class Wavefront:
-    """Work items to start, and items whose progress may lead to others; `changed` asks for a scheduling cycle."""
+    """Work items to start, and those whose progress may lead to others; `changed` asks for a scheduling cycle."""
 
     def __init__(self, changed: Callable[[], None], queue: EngineQueue[WorkItem] | None = None) -> None:
         self.new: list[WorkItem] = []
@@ -205,7 +205,7 @@ class Wavefront:
         return len(self.queue) + sum(item.worker == "engine" and not item.ended for item in self.new)
 
     def take(self) -> list[WorkItem]:
-        """Return the items to start in this cycle; of waiting generations one: the next choice sees its effect."""
+        """Return the items to start now; of waiting generations one, whose effect the next choice sees."""
         items = [item for item in self.starting if not item.ended and not self._waits(item)]
         self.new, self._added = [], []
         self._progressed.clear()
@@ -236,11 +236,8 @@ _MAX_EDGES = 1024
 
 
 class Measurements:
-    """Measurements of all requests; a mean is None before the first value.
-
-    `settled`, `settled_near`: share of a search after which nothing changed, without and with earlier searches.
-    `cached_share`: of the prompt tokens of generations that show documents.
-    """
+    """Measurements of all requests. `settled`, `settled_near`: share of a search after which nothing changed, without
+    and with earlier searches. `cached_share`: of prompt tokens of generations with documents."""
 
     def __init__(self, load: EngineLoad, wavefront: Wavefront, search: Any, spending: Spending | None = None) -> None:
         self.load = load
@@ -267,14 +264,14 @@ class Measurements:
         return self.load.prefill_s
 
     def generated(self, item: WorkItem, seconds: float, decoding_s: float | None) -> None:
-        """Learn from a due generation that was not speculated; `decoding_s`: from its first token to its last."""
+        """Learn from a due generation without speculation; `decoding_s`: from its first token to its last."""
         self.generation_s.add(seconds)
         if decoding_s is not None and item.tokens > 1:
             running = (item.others + 1 + self.wavefront.on_engine) / 2
             self.decoding.add(running, decoding_s / (item.tokens - 1))
 
     def expected_tokens(self, item: WorkItem) -> tuple[float, float]:
-        """Return the means of prompt and answer."""
+        """Return the mean tokens of prompt and answer."""
         return self.tokens.of((item.request.graph.name, item.run.id))
 
     def pay(self, item: WorkItem) -> None:
@@ -284,7 +281,7 @@ class Measurements:
         self.spending.generated(prompt_tokens + answer_tokens)
 
     def settle(self, item: WorkItem) -> None:
-        """Count the tokens of a speculative generation once it has ended and the engine is done with it."""
+        """Count a speculative generation's tokens once it has ended and left the engine."""
         unsent = item.trace.started_s is None
         if item.held is None or not item.ended or (item.sent is None and not unsent):
             return
@@ -294,7 +291,7 @@ class Measurements:
             self.spending.waste_generation(item.sent)
 
     def odds(self, source: WorkItem) -> SpeculationGain:
-        """Return what is known of speculations on the progress of `source`, by its edge."""
+        """Return the record of speculations on `source`, by its edge."""
         origin = None if source.after is None else source.after.run.id
         return self.odds_of(source.request.graph, source.run.id, origin)
 
