@@ -165,7 +165,6 @@ class KnowledgeCache:
         return tokens_by_tier(node for _, node in self._index.nodes(path, len(self._tiers.match(path))))
 
     def have_copies(self, path: Sequence[Segment]) -> list[bool]:
-        """Return for each segment whether any tier has a copy of its document."""
         return self._index.known(path)
 
     def acquire(
@@ -190,7 +189,7 @@ class KnowledgeCache:
         return lease
 
     def extend(self, lease: KVLease, tokens: int) -> None:
-        """Wait for the loads and grow to `tokens` tokens, after `mark_computed`. Raises OutOfBlocksError."""
+        """Wait for the loads and grow to `tokens` tokens. Implies `mark_computed`. Raises OutOfBlocksError."""
         self._check_fits(tokens)
         self.mark_computed(lease)
         lease.wait()
@@ -222,7 +221,7 @@ class KnowledgeCache:
         self._keep_borrowed(lease, [])
 
     def commit(self, lease: KVLease, tokens: int) -> None:
-        """Insert the nodes within the first `tokens` tokens, or share equal ones, after `mark_computed`."""
+        """Insert the nodes within the first `tokens` tokens, or share equal ones. Implies `mark_computed`."""
         self.mark_computed(lease)
         if tokens > lease.tokens:
             raise ValueError(
@@ -244,7 +243,7 @@ class KnowledgeCache:
         lease.pending.clear()
 
     def release(self, lease: KVLease) -> None:
-        """End the lease, after `mark_computed`; committed nodes stay."""
+        """End the lease; committed nodes stay. Implies `mark_computed`."""
         if not lease.closed:
             self.mark_computed(lease)
             self._replicas.offer(lease.pinned)

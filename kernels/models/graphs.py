@@ -144,8 +144,6 @@ class GraphCapture:
 
 
 class _Held:
-    """A bucket's step, and its graph once captured."""
-
     def __init__(self, step: FixedStep) -> None:
         self.step = step
         self.uses = 0

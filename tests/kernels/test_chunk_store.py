@@ -564,21 +564,6 @@ class TestWrongBytesAreNeverGivenBack:
         with pytest.raises(BadHeaderError):
             Header.unpack(data)
 
-    @given(
-        key=st.binary(min_size=1, max_size=1024),
-        parent=st.none() | st.binary(min_size=1, max_size=1024),
-        size=st.integers(0, 2**63),
-        cost=st.floats(0, 1e6),
-        digests=st.tuples(st.binary(min_size=16, max_size=16), st.binary(min_size=16, max_size=16)),
-    )
-    def test_a_header_keeps_its_fields(
-        self, key: bytes, parent: bytes | None, size: int, cost: float, digests: tuple[bytes, bytes]
-    ) -> None:
-        header = Header(key, parent, size, cost, *digests)
-        packed = header.pack()
-        assert len(packed) == header.header_bytes
-        assert Header.unpack(packed + b"payload") == header
-
 
 def flip(path: Path, place: int, mask: int) -> None:
     data = bytearray(path.read_bytes())

@@ -550,13 +550,6 @@ class TestAFailedStep:
 
 
 class TestWhatLeavesTheDevice:
-    def test_comes_back_from_the_host(self, engine: Made) -> None:
-        at = engine(device_blocks=5, host_blocks=20)
-        at.serve(A, B, C)
-        at.empty_device()
-        assert at.serve(A, B, C) == (0, 16, 0)
-        assert at.serve(A, B, C) == (16, 0, 0)
-
     def test_is_copied_out_only_once(self, engine: Made) -> None:
         at = engine(device_blocks=5, host_blocks=20)
         for _ in range(4):
@@ -795,17 +788,6 @@ class TestAFailingDisk:
         assert refused["paused"] > 0
         assert at.cache.stats().disk.nodes == 0
         assert at.serve(*PATHS[-1]).total > 0
-
-    def test_a_disk_that_cannot_be_read_is_as_good_as_none(self, engine: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-        at = self.full(engine)
-
-        def broken(*arguments: Any) -> int:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "readv", broken)
-            assert at.serve(A, B, C) == (0, 0, 0)
-        assert at.cache.stats().disk.refused["read_EIO"] == 3
 
 
 class TestRoom:
@@ -1185,15 +1167,6 @@ class TestSuspectNodes:
         # What is computed in its place has nothing of the former behind it.
         assert at.serve(A, B).total == len(A)
         assert at.cache.find(Request([A, B, C]).path).total == len(A) + len(B)
-
-    def test_after_a_restart_they_are_not_found_either(self, engine: Made) -> None:
-        at = engine(device_blocks=8, disk=PLENTY)
-        at.serve(A, B, C)
-        at.empty_device()
-        at.cache.purge([Request([A, B]).path[-1].key])
-        at.cache.close()
-        again = engine(device_blocks=8, disk=PLENTY)
-        assert again.cache.find(Request([A, B, C]).path).total == len(A)
 
     def test_a_lease_keeps_their_blocks_and_commits_nothing_behind_them(self, engine: Made) -> None:
         at = engine()

@@ -192,15 +192,6 @@ class TestTheWindow:
         assert all(count <= window for count in overtaken.values())
         assert queue.largest_overtaking == most
 
-    @given(window=st.integers(0, 6), priorities=st.lists(st.integers(0, 3), max_size=40))
-    def test_no_request_is_served_more_places_late_than_the_window(self, window: int, priorities: list[int]) -> None:
-        queue: CacheAwareQueue[int] = CacheAwareQueue(window)
-        for number, value in enumerate(priorities):
-            queue.enter(number, priority(value))
-        taken = drain(queue)
-        assert sorted(taken) == list(range(len(priorities)))
-        assert all(place - number <= window for place, number in enumerate(taken))
-
 
 class Stage:
     """A gate, and requests that hold their place until they are told to end."""
