@@ -205,11 +205,10 @@ class KnowledgeCache:
 
     def count_borrowed(self, lease: KVLease, computed: Container[bytes] = ()) -> TierTokens:
         """Count the use of borrowed nodes. Return their tokens, without those of `computed` ones."""
-        tokens = dict.fromkeys(TierTokens._fields, 0)
+        new = (each for each in lease.borrowed if each.copy.node.key not in computed)
+        found = TierTokens.of((each.copy.origin, each.tokens) for each in new)
         for borrowed in lease.borrowed:
-            tokens[borrowed.copy.origin] += borrowed.tokens * (borrowed.copy.node.key not in computed)
             borrowed.copy.origin, borrowed.copy.prefetched = "device", False
-        found = TierTokens(**tokens)
         if lease.borrowed:
             self._uses.count_found(found)
             last = lease.borrowed[-1]

@@ -84,14 +84,13 @@ class BlockTables:
         del table[self._pool.shape.blocks_for(tokens) :]
         self._pool.retain(table)
         self._pool.release(lease.block_table)
-        by_tier = dict.fromkeys(TierTokens._fields, 0)
-        for copy in kept:
-            by_tier[copy.origin] += min(copy.node.end, tokens) - copy.node.start
         lease.pinned = kept
         lease.block_table = table
         lease.writable_from = len(table)
         lease.cached_tokens = lease.tokens = tokens
-        lease.tokens_by_tier = TierTokens(**by_tier)
+        lease.tokens_by_tier = TierTokens.of(
+            (each.origin, min(each.node.end, tokens) - each.node.start) for each in kept
+        )
         lease.committed = kept[-1].node.end if kept else 0
         return pinned[len(kept) :]
 

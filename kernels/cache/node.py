@@ -51,8 +51,8 @@ class CachedNode:
 
 @dataclass(slots=True, eq=False, repr=False)
 class DeviceCopy:
-    """KV in the device's `blocks`, of which the first and last may hold neighbours' tokens. `shares_first`: the first
-    block counts for an ancestor. `origin`: the tier it was loaded from. `prefetched`: not used yet."""
+    """KV in the device's `blocks`; the first and last may also hold neighbours' tokens. `shares_first`: the first block
+    counts for an ancestor. `origin`: the tier it was loaded from. `prefetched`: not used yet."""
 
     node: CachedNode
     blocks: list[int]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,6 +11,14 @@ class TierTokens(NamedTuple):
     device: int = 0
     host: int = 0
     disk: int = 0
+
+    @classmethod
+    def of(cls, counted: Iterable[tuple[str, int]]) -> TierTokens:
+        """Add up (tier, tokens)."""
+        tokens = dict.fromkeys(cls._fields, 0)
+        for tier, count in counted:
+            tokens[tier] += count
+        return cls(**tokens)
 
     @property
     def total(self) -> int:

@@ -57,11 +57,7 @@ class NodeUses:
 
 
 def tokens_by_tier(nodes: Iterable[CachedNode]) -> TierTokens:
-    tokens = dict.fromkeys(TierTokens._fields, 0)
-    for node in nodes:
-        tier = "device" if node.device is not None else "host" if node.host is not None else "disk"
-        tokens[tier] += node.tokens
-    return TierTokens(**tokens)
+    return TierTokens.of(("device" if each.device else "host" if each.host else "disk", each.tokens) for each in nodes)
 
 
 # Share of the host's blocks; evicted nodes of the device use the rest.

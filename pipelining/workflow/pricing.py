@@ -30,7 +30,7 @@ class Allowance:
 
 
 class Spending:
-    """Engine tokens, engine requests and searches, of each of which speculations may waste a `share`."""
+    """Engine tokens, engine requests and searches: of each, speculations may waste a `share`."""
 
     def __init__(self, share: float | None) -> None:
         if share is not None and not share >= 0:

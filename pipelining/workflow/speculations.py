@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 from ragorder.pipelining.attempt import Attempt
 from ragorder.pipelining.load import EngineLoad
 from ragorder.pipelining.protocols import D, PipelineTrace, R, RequestBuilder, StreamingEngine
-from ragorder.pipelining.workflow.execution import answered, documents_of, found, query_of, question_of
+from ragorder.pipelining.workflow.execution import Input, answered, documents_of, found, input_of, query_of, question_of
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
 from ragorder.pipelining.workflow.nodes import Generation, NodeQuestion, Retrieval, Step
@@ -128,7 +128,7 @@ class _Guesses(NamedTuple):
     """Prompts and documents predicted from a speculative search, by its part, with the times."""
 
     source: WorkItem
-    by_part: dict[int, tuple[tuple[NodeQuestion, tuple[Any, ...]], float]]
+    by_part: dict[int, tuple[Input, float]]
 
 
 class Speculations(Generic[D, R]):
@@ -237,8 +237,12 @@ class Speculations(Generic[D, R]):
 
     def generation(self, run: NodeRun) -> SpeculativeGeneration[D, R]:
         """Return the speculations on a run that is due. The caller must call `leave`."""
-        key = run.key
-        self._learn_guesses(run)
+        key, node = run.key, run.node
+        guesses = self._guesses.pop(key, None)
+        if guesses is not None and isinstance(node, Generation):
+            # The generation raises errors of the graph's functions itself.
+            with suppress(Exception):
+                self._learn(guesses.source, guesses.by_part, input_of(node, run.state, self._scope))
         generation = self._generation(key)
         del self._generations[key]
         self._sources.pop(key, None)
@@ -247,7 +251,9 @@ class Speculations(Generic[D, R]):
 
     async def search(self, item: WorkItem, query: str) -> tuple[Handle | None, History | None]:
         key = item.run.key
-        self._learn(key, query)
+        predicted, source = self._predicted_queries.pop(key, None), self._sources.get(key)
+        if predicted and source is not None:
+            self._learn(source, predicted, query)
         self._workers.measured.spending.searches.due += 1
         speculative, _ = self._searches.pop(key, None), self._sources.pop(key, None)
         known = self._known_search(item, query)
@@ -341,7 +347,7 @@ class Speculations(Generic[D, R]):
         key, node = run.key, run.node
         if isinstance(node, Generation) and not item.due:
             guesses = self._guesses.setdefault(key, _Guesses(item, {}))
-            guesses.by_part[item.part] = self._input(node, run), self._elapsed_s()
+            guesses.by_part[item.part] = input_of(node, run.state, self._scope), self._elapsed_s()
         if not isinstance(node, Retrieval):
             return key not in self._generations or not self._generations[key].beginning
         query = query_of(node, run.state)
@@ -365,30 +371,10 @@ class Speculations(Generic[D, R]):
         task.add_done_callback(self.tasks.discard)
         return task
 
-    def _input(self, node: Generation, run: NodeRun) -> tuple[NodeQuestion, tuple[Any, ...]]:
-        return question_of(node, run.state, self._scope), documents_of(node, run.state)
-
-    def _learn_guesses(self, run: NodeRun) -> None:
-        guesses, node = self._guesses.pop(run.key, None), run.node
-        if guesses is None or not isinstance(node, Generation):
-            return
+    def _learn(self, source: WorkItem, guesses: Mapping[int, tuple[Any, float]], final: object) -> None:
         now_s = self._elapsed_s()
-        try:
-            final = self._input(node, run)
-            seen = [(guess == final, now_s - at_s) for guess, at_s in guesses.by_part.values()]
-        except Exception:
-            # The generation raises the error itself.
-            return
-        odds = self._workers.measured.odds(guesses.source)
-        odds.learn(seen, guesses.by_part)
+        seen = [(guess == final, now_s - at_s) for guess, at_s in guesses.values()]
+        odds = self._workers.measured.odds(source)
+        odds.learn(seen, guesses)
         # There are many parts: a part without data is as likely right as the others.
         odds.learn(seen, [ANY_PART] * len(seen))
-
-    def _learn(self, key: RunKey, query: str) -> None:
-        predicted, source = self._predicted_queries.pop(key, None), self._sources.get(key)
-        if predicted and source is not None:
-            now_s = self._elapsed_s()
-            seen = [(guess == query, now_s - at_s) for guess, at_s in predicted.values()]
-            odds = self._workers.measured.odds(source)
-            odds.learn(seen, predicted)
-            odds.learn(seen, [ANY_PART] * len(seen))
