@@ -7,6 +7,10 @@ from typing import Generic, NamedTuple, TypeVar
 
 from ragorder.pipelining.reordering import CachedLengths
 
+# Cost of a request in flight more than the least busy replica has, as a share of the prompt.
+_BUSY = 0.08
+# Further requests after which one has half its weight.
+_HALF_LIFE = 64
 # Differences in work below this many prompts have little weight.
 _FEW = 8
 # Replicas with fewer tokens are dropped, since a changing fleet always has new names.
@@ -28,19 +32,15 @@ class BestReplica(Generic[K]):
         best = BestReplica()
         best.choose({"a": ReplicaState(CachedLengths(900, 100), 3), "b": ReplicaState(CachedLengths(0, 1000), 1)})
 
-    The load is `busy` for each request in flight more than the least busy replica has, plus `worked` times the share by
-    which recently computed tokens exceed the mean; a request's weight halves after `half_life` further ones. Not
-    thread-safe.
+    The load is 0.08 for each request in flight more than the least busy replica has, plus the share by which recently
+    computed tokens exceed the mean; a request's weight halves after 64 further ones. Not thread-safe.
     """
 
-    def __init__(self, *, busy: float = 0.08, worked: float = 1.0, half_life: int = 64) -> None:
-        self.busy = busy
-        self.worked = worked
-        self._half_life = half_life
+    def __init__(self) -> None:
         self._computed: dict[K, float] = {}
 
     def choose(self, replicas: Mapping[K, ReplicaState]) -> K:
-        decay = 0.5 ** (1 / (self._half_life * len(replicas)))
+        decay = 0.5 ** (1 / (_HALF_LIFE * len(replicas)))
         decayed = {known: decay * tokens for known, tokens in self._computed.items()}
         computed = self._computed = {known: tokens for known, tokens in decayed.items() if tokens >= _NOTHING}
         done = {replica: computed.get(replica, 0.0) for replica in replicas}
@@ -51,11 +51,7 @@ class BestReplica(Generic[K]):
             (cached_tokens, computed_tokens), in_flight = replicas[replica]
             prompt = max(1.0, cached_tokens + computed_tokens)
             work = max(0.0, done[replica] - mean) / (mean + _FEW * prompt)
-            return (
-                self.busy * (in_flight - least) + self.worked * work - cached_tokens / prompt,
-                in_flight,
-                done[replica],
-            )
+            return _BUSY * (in_flight - least) + work - cached_tokens / prompt, in_flight, done[replica]
 
         chosen = min(replicas, key=cost)
         computed[chosen] = done[chosen] + replicas[chosen].lengths.computed_tokens

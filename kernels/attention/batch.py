@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -98,20 +98,6 @@ def to_device(array: np.ndarray[tuple[int], np.dtype[np.generic]], device: torch
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-_SLACK_TOKENS = 128
-"""Keys masked before a chunk is split; for long ranges, an eighth of their keys."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Chunk:
-    """Rows `begin` to `end` with keys before `last`; `whole`: every row attends to all of them."""
-
-    begin: int
-    end: int
-    last: int
-    whole: bool
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranges:
     """Row t attends to keys before `high[t]`, int32 (T,). Keeps `positions`, so that their `id` stays unique."""
@@ -122,30 +108,3 @@ class Ranges:
     @classmethod
     def of(cls, batch: PackedBatch, positions: Tensor) -> Ranges:
         return batch.memo(("ranges", id(positions)), lambda: cls(positions + 1, positions))
-
-    def chunks(self, batch: PackedBatch, rows: int) -> list[list[Chunk]]:
-        """Return each request's chunks of up to `rows` rows of similar ranges. Waits for the device once a step."""
-        return batch.memo(("chunks", id(self), rows), lambda: list(self._cut(batch, rows)))
-
-    def _cut(self, batch: PackedBatch, rows: int) -> Iterator[list[Chunk]]:
-        highs = self.high.tolist()
-        for begin, end, context in batch.spans:
-            ends = [min(high, context) for high in highs[begin:end]]
-            chunks, start = [], 0
-            while start < len(ends):
-                chunk = _next_chunk(ends, start, rows, begin)
-                chunks.append(chunk)
-                start = chunk.end - begin
-            yield chunks
-
-
-def _next_chunk(ends: Sequence[int], start: int, rows: int, offset: int) -> Chunk:
-    least = last = ends[start]
-    stop = start
-    for high in ends[start : start + rows]:
-        shortest, longest = min(least, high), max(last, high)
-        if longest - shortest > max(_SLACK_TOKENS, shortest // 8):
-            break
-        least, last = shortest, longest
-        stop += 1
-    return Chunk(offset + start, offset + stop, last, least == last)

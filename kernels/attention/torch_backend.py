@@ -69,18 +69,16 @@ def torch_sparse_attention(q: Tensor, caches: Caches, batch: PackedBatch, ranges
     rows = CHUNK
     if rule.softcap is not None:
         rows = max(1, min(CHUNK, SCORES // (q.shape[1] * max(1, batch.longest_context))))
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    for request, chunks in enumerate(ranges.chunks(batch, rows)):
-        if not chunks:
-            continue
-        last = max(chunk.last for chunk in chunks)
-        keys, values = (_gather(cache, batch.block_tables[request], last) for cache in caches)
-        for chunk in chunks:
-            own = slice(chunk.begin, chunk.end)
-            mask = None
-            if not chunk.whole:
-                mask = hiding(torch.arange(chunk.last, device=q.device) >= ranges.high[own, None], q.dtype)
-            out[own] = attend(q[own], keys[: chunk.last], values[: chunk.last], mask, rule)
+    out = torch.empty_like(q)
+    highs = batch.memo(("highs", id(ranges)), ranges.high.tolist)
+    for request, (begin, end, context) in enumerate(batch.spans):
+        most = min(context, max(highs[begin:end], default=0))
+        keys, values = (_gather(cache, batch.block_tables[request], most) for cache in caches)
+        for first in range(begin, end, rows):
+            own = slice(first, min(first + rows, end))
+            last = min(context, max(highs[own]))
+            mask = hiding(torch.arange(last, device=q.device) >= ranges.high[own, None], q.dtype)
+            out[own] = attend(q[own], keys[:last], values[:last], mask, rule)
     return out
 
 

@@ -92,7 +92,7 @@ def _unknown_values(run: NodeRun, text: str) -> Mapping[str, Any] | None:
 
 
 def may_lead_on(tokens: Tokens, run: NodeRun) -> bool:
-    """Return False if this generation, whatever its text, cannot lead to `tokens.until`."""
+    """Return False if no text of this generation can lead to `tokens.until`."""
     if tokens.branches > 1 or tokens.until in run.node.writes:
         return True
     expected = tokens.alone(run)

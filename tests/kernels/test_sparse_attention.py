@@ -278,24 +278,6 @@ class TestTorch:
         assert Ranges.of(given.batch, given.positions.clone()) is not first
 
 
-class TestChunks:
-    """What the torch backend computes at once."""
-
-    def chunks(self, ends: list[int], tokens: int = 4000) -> list[tuple[int, int, int, bool]]:
-        batch = PackedBatch.pack([0, len(ends)], [0, tokens], [[], [0]])
-        nothing, found = Ranges.of(batch, torch.tensor(ends, dtype=torch.int32) - 1).chunks(batch, 256)
-        assert nothing == []
-        return [(chunk.begin, chunk.end, chunk.last, chunk.whole) for chunk in found]
-
-    def test_have_no_mask_where_rows_see_the_same(self) -> None:
-        assert self.chunks([500] * 3 + [900] * 2) == [(0, 3, 500, True), (3, 5, 900, True)]
-
-    def test_end_where_too_many_keys_would_be_hidden(self) -> None:
-        assert self.chunks([10, 138, 139, 267]) == [(0, 2, 138, False), (2, 4, 267, False)]
-        # An eighth of a long range.
-        assert self.chunks([2400, 2700, 2701]) == [(0, 2, 2700, False), (2, 3, 2701, True)]
-
-
 class TestArguments:
     @pytest.mark.parametrize(
         ("change", "message"),
