@@ -215,9 +215,9 @@ class Scorer:
             most_tokens = min(most_tokens, end - begin)
             # A question that is already computed waits for the keys of this step.
             yield most_tokens if inputs.asked is None else 1
-            return replace(measurements, attention=self.attention(inputs, most_tokens=most_tokens)[reused])
+            return replace(measurements, scores=self.attention(inputs, most_tokens=most_tokens)[reused])
         deviation = yield from self._deviation(inputs, most_tokens)
-        return replace(measurements, deviation=deviation[reused])
+        return replace(measurements, scores=deviation[reused])
 
     def attending(self, inputs: ScoringInput, chosen: Positions, most_tokens: int) -> Generator[int, None, Tensor]:
         """Recompute the `chosen` tokens, in steps. Return their attention to each token, as `attended`."""

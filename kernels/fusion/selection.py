@@ -13,34 +13,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Needs = Literal["nothing", "question", "two layers"]
-"""Measured before the choice: nothing, `attention` or `deviation`."""
+"""The scores to measure: none; the question's attention in the last layer, summed over its tokens, mean over heads; or
+the squared deviation of key and value from full attention's in the second layer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measurements:
-    """N reused tokens at positions `reused`, int64 (N,), ascending, of documents in `spans`.
-
-    - `attention` fp32 (N,): the question's in the last layer, summed over its tokens, mean over heads.
-    - `deviation` fp32 (N,): squared, of key and value from full attention's in the second layer.
-    """
+    """N reused tokens at positions `reused`, int64 (N,), ascending, of documents in `spans`. `scores` fp32 (N,) are
+    what the selection `needs`."""
 
     reused: Tensor
     spans: Sequence[tuple[int, int]]
-    attention: Tensor | None = None
-    deviation: Tensor | None = None
+    scores: Tensor | None = None
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("attention", "deviation"):
-            measured = getattr(self, name)
-            if measured is not None and measured.shape != self.reused.shape:
-                raise ValueError(f"{name} is {tuple(measured.shape)}: give {tuple(self.reused.shape)}, one per token")
-
-    def measured(self, name: Literal["attention", "deviation"]) -> Tensor:
-        found: Tensor | None = getattr(self, name)
-        if found is None:
-            raise ValueError(f"{name} was not measured: measure it as the selection's `needs` says")
-        return found
 
 
 class Selection(Protocol):
@@ -52,8 +37,10 @@ class Selection(Protocol):
         """Return positions int64, ascending: at most `budget` of `measurements.reused`."""
 
 
-def top(measurements: Measurements, scores: Tensor, budget: int) -> Tensor:
+def top(measurements: Measurements, scores: Tensor | None, budget: int) -> Tensor:
     """Return the positions with the highest scores (N,), of equal ones the first; NaN is lowest."""
+    if scores is None:
+        raise ValueError("there are no scores: measure what the selection needs")
     known = scores.masked_fill(scores.isnan(), float("-inf"))
     order = known.sort(descending=True, stable=True).indices
     return measurements.reused[order[: max(0, budget)].sort().values]
@@ -69,7 +56,7 @@ class KVDeviation:
     needs: Needs = "two layers"
 
     def choose(self, measurements: Measurements, budget: int) -> Tensor:
-        return top(measurements, measurements.measured("deviation"), budget)
+        return top(measurements, measurements.scores, budget)
 
 
 @selections.register("head", "the first tokens of each document, the same number of each (EPIC)")
@@ -89,7 +76,7 @@ class QueryGuided:
     needs: Needs = "question"
 
     def choose(self, measurements: Measurements, budget: int) -> Tensor:
-        return top(measurements, measurements.measured("attention"), budget)
+        return top(measurements, measurements.scores, budget)
 
 
 @selections.register("random", "random tokens, always the same for one prompt")

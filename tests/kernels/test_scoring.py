@@ -283,7 +283,7 @@ class TestScorer:
         facts = self.scorer(engine).measure("question", inputs)
         assert facts.reused.tolist() == list(range(SYSTEM, END))
         expected = received(engine.eager(prompt[END:], END), END)[SYSTEM:]
-        torch.testing.assert_close(facts.attention, expected, **CLOSE)
+        torch.testing.assert_close(facts.scores, expected, **CLOSE)
 
     def test_a_document_in_the_exact_prefix_is_not_among_the_reused(self, llama: Engine) -> None:
         prompt = tokens(END + self.ASKED, 1)
@@ -292,7 +292,7 @@ class TestScorer:
         whole = scorer.measure("question", self.inputs(llama, prompt, (SYSTEM, 57), (57, 107), (107, END)))
         facts = scorer.measure("question", self.inputs(llama, prompt, (57, 107), (107, END), exact=57))
         assert facts.reused.tolist() == list(range(57, END))
-        torch.testing.assert_close(facts.attention, whole.attention[57 - SYSTEM :], **CLOSE)
+        torch.testing.assert_close(facts.scores, whole.scores[57 - SYSTEM :], **CLOSE)
 
     def test_behind_documents_without_kv_it_is_the_question_behind_the_system_prompt(self, llama: Engine) -> None:
         prompt = tokens(END + self.ASKED, 1)
@@ -304,9 +304,9 @@ class TestScorer:
         held[57:107] = False
         expected = moved.attention(llama.pool, llama.blocks, held)
         facts = scorer.measure("question", inputs)
-        assert torch.equal(facts.attention, expected[facts.reused])
+        assert torch.equal(facts.scores, expected[facts.reused])
         assert facts.reused.tolist() == [*range(SYSTEM, 57), *range(107, END)]
-        assert facts.attention.isfinite().all()
+        assert facts.scores.isfinite().all()
 
     def test_it_may_be_asked_for_while_documents_are_awaited(self, llama: Engine) -> None:
         prompt = tokens(END + self.ASKED, 1)
@@ -322,7 +322,7 @@ class TestScorer:
         assemble(llama, prompt)
         llama.pool.kv[llama.rows(0, SYSTEM)] = float("nan")
         facts = self.scorer(llama).measure("question", self.inputs(llama, prompt, (SYSTEM, END), exact=0))
-        assert facts.attention.isfinite().all() and float(facts.attention.sum()) > 0
+        assert facts.scores.isfinite().all() and float(facts.scores.sum()) > 0
 
     def test_of_a_long_question_the_last_tokens_count(self, llama: Engine) -> None:
         prompt = tokens(END + self.ASKED, 1)
@@ -338,12 +338,12 @@ class TestScorer:
         every = llama.deviation(prompt[SYSTEM:END], SYSTEM)
         inputs = self.inputs(llama, prompt, (57, 70), (107, END - 5), exact=57)
         facts = self.scorer(llama, 30).measure("two layers", inputs)
-        torch.testing.assert_close(facts.deviation, every[facts.reused - SYSTEM], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(facts.scores, every[facts.reused - SYSTEM], rtol=1e-4, atol=1e-4)
 
     def test_what_needs_nothing_has_the_seed_of_its_prompt(self, llama: Engine) -> None:
         prompt, scorer = tokens(END + self.ASKED, 1), self.scorer(llama)
         facts = scorer.measure("nothing", self.inputs(llama, prompt, (SYSTEM, END)))
-        assert facts.attention is facts.deviation is None
+        assert facts.scores is None
         again = scorer.measure("nothing", self.inputs(llama, list(prompt), (SYSTEM, END)))
         other = scorer.measure("nothing", self.inputs(llama, [*prompt[:-1], prompt[-1] ^ 1], (SYSTEM, END)))
         assert facts.seed == again.seed != other.seed

@@ -1,10 +1,9 @@
-"""Selections: which of the tokens taken over are recomputed."""
+"""Selections: which of the reused tokens are recomputed."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,20 +13,21 @@ torch = pytest.importorskip("torch")
 
 from ragorder.kernels.fusion.selection import SELECTIONS, Measurements, make_selection
 
-# The measurement by which a selection goes, if by one.
-MEASURED = {"query": "attention", "deviation": "deviation"}
+MEASURED = {"query": "question", "deviation": "two layers"}
+"""What the selections by scores need."""
 
 
-def facts(*lengths: int, start: int = 20, gap: int = 0, seed: int = 0, **scores: list[float]) -> Measurements:
-    """Documents of these lengths behind a system prompt, with `gap` tokens between them that were not taken over."""
+def facts(
+    *lengths: int, start: int = 20, gap: int = 0, seed: int = 0, scores: list[float] | None = None
+) -> Measurements:
+    """Documents of these lengths after a system prompt, with `gap` tokens between them that are not reused."""
     spans = []
     for length in lengths:
         spans.append((start, start + length))
         start += length + gap
     reused = [position for begin, end in spans for position in range(begin, end)]
-    measured: dict[str, Any] = {name: torch.zeros(len(reused)) for name in MEASURED.values()}
-    measured |= {name: torch.tensor(values, dtype=torch.float32) for name, values in scores.items()}
-    return Measurements(torch.tensor(reused, dtype=torch.int64), spans, **measured, seed=seed)
+    measured = torch.zeros(len(reused)) if scores is None else torch.tensor(scores, dtype=torch.float32)
+    return Measurements(torch.tensor(reused, dtype=torch.int64), spans, measured, seed)
 
 
 def chosen(name: str, prompt: Measurements, budget: int) -> list[int]:
@@ -41,9 +41,9 @@ def prompts(draw: st.DrawFn) -> Measurements:
     lengths = draw(st.lists(st.integers(1, 12), max_size=5))
     count = sum(lengths)
     score = st.floats(width=32) | st.sampled_from([0.0, 1.0, math.nan, math.inf, -math.inf])
-    scores = {name: draw(st.lists(score, min_size=count, max_size=count)) for name in MEASURED.values()}
+    scores = draw(st.lists(score, min_size=count, max_size=count))
     start, gap, seed = draw(st.integers(0, 40)), draw(st.integers(0, 5)), draw(st.integers(0, 2**64))
-    return facts(*lengths, start=start, gap=gap, seed=seed, **scores)
+    return facts(*lengths, start=start, gap=gap, seed=seed, scores=scores)
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
@@ -66,28 +66,28 @@ class TestEverySelection:
 
     def test_says_what_has_to_be_measured(self, name: str) -> None:
         needs = make_selection(name).needs
-        assert needs == {"query": "question", "deviation": "two layers"}.get(name, "nothing")
+        assert needs == MEASURED.get(name, "nothing")
         unmeasured = Measurements(torch.arange(20, 30), [(20, 30)])
         if needs == "nothing":
             make_selection(name).choose(unmeasured, 3)
         else:
-            with pytest.raises(ValueError, match=f"{MEASURED[name]} was not measured"):
+            with pytest.raises(ValueError, match="measure what the selection needs"):
                 make_selection(name).choose(unmeasured, 3)
 
 
-@pytest.mark.parametrize(("name", "fact"), MEASURED.items())
+@pytest.mark.parametrize("name", MEASURED)
 class TestSelectionsByAMeasurement:
-    def test_the_highest_are_chosen_whatever_their_document(self, name: str, fact: str) -> None:
-        prompt = facts(3, 3, **{fact: [0.1, 0.9, 0.2, 0.8, 0.3, 0.7]})
+    def test_the_highest_are_chosen_in_any_document(self, name: str) -> None:
+        prompt = facts(3, 3, scores=[0.1, 0.9, 0.2, 0.8, 0.3, 0.7])
         assert chosen(name, prompt, 3) == [21, 23, 25]
         assert chosen(name, prompt, 1) == [21]
 
-    def test_of_equal_ones_the_first_are_chosen(self, name: str, fact: str) -> None:
-        prompt = facts(200, **{fact: [0.5] * 100 + [0.7] + [0.5] * 99})
+    def test_of_equal_ones_the_first_are_chosen(self, name: str) -> None:
+        prompt = facts(200, scores=[0.5] * 100 + [0.7] + [0.5] * 99)
         assert chosen(name, prompt, 4) == [20, 21, 22, 120]
 
-    def test_what_is_no_number_comes_last(self, name: str, fact: str) -> None:
-        prompt = facts(4, **{fact: [math.nan, -math.inf, -1.0, math.inf]})
+    def test_what_is_no_number_comes_last(self, name: str) -> None:
+        prompt = facts(4, scores=[math.nan, -math.inf, -1.0, math.inf])
         assert chosen(name, prompt, 2) == [22, 23]
 
 
@@ -117,8 +117,3 @@ class TestRandom:
 def test_an_unknown_name_is_refused_with_the_choices() -> None:
     with pytest.raises(ValueError, match=r"selection must be one of .*'query'.*did you mean 'query'"):
         make_selection("qery")
-
-
-def test_a_measurement_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"deviation is \(3,\): give \(4,\)"):
-        Measurements(torch.arange(4), [(0, 4)], deviation=torch.zeros(3))
