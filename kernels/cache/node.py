@@ -118,7 +118,8 @@ class DeviceLoad:
         if self._copying is not None:
             self._copying.transfer.wait()
         elif self.reading is not None:
-            self._read(self.reading)
+            # `advance` logs an error.
+            self.reading.exception()
         elif (source := self.copy.node.host) is not None and source.arrival is not None:
             source.arrival.transfer.wait()
 

@@ -110,6 +110,8 @@ class ChunkIndex:
 _logger = logging.getLogger("ragorder")
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+# Errors of a read that say nothing about the file.
+_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 class ChunkStore:
@@ -345,6 +347,8 @@ class ChunkStore:
                 self.counters.refused["missing"] += 1
             else:
                 self.counters.failed_read(failed)
+                if failed.errno in _PASSING:
+                    return False
             self._index.remove(key)
             return True
 

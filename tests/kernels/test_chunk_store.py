@@ -758,6 +758,17 @@ class TestADiskThatFails:
         assert store.counters.refusals() == {"read_EIO": 1}
         assert KEY not in store and holds(store, OTHER)
 
+    @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+    def test_a_lack_of_descriptors_or_memory_costs_no_chunk(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    ) -> None:
+        store = open_store(folder)
+        put(store, KEY)
+        with self.broken(monkeypatch, "open", number):
+            assert not holds(store, KEY)
+        assert store.counters.refusals() == {f"read_{errno.errorcode[number]}": 1}
+        assert holds(store, KEY)
+
     def test_a_disk_that_can_be_read_no_more_when_a_store_is_opened(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -820,7 +820,9 @@ class TestRoom:
         at.release(running)
         assert at.serve(A, B, C) == (0, 16, 0)
 
-    def test_blocks_merge_only_where_two_nodes_meet(self, engine: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_blocks_merge_only_where_two_nodes_meet(
+        self, engine: Made, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
         """Parent and grandchild come from the disk, and what is between them does not, for want of memory to read it
         into. A request that needs the whole device frees blocks that two nodes both hold the tokens of: these two hold
         none of the same."""
@@ -842,6 +844,9 @@ class TestRoom:
         assert lease.tokens_by_tier == (0, 0, 8)
         at.cache.release(lease)
         tiers_of(at.cache).drain()
+        assert [record.getMessage() for record in caplog.records] == [
+            "reading a node from the disk failed: MemoryError"
+        ]
         assert [node.tokens for node in tiers_of(at.cache).nodes.values()] == [8, 4]
         at.cache.resize(device_blocks=5)
         assert at.serve(parent, between, grandchild).total == 14
