@@ -68,6 +68,13 @@ class ChunkFolder:
         # Files take whole blocks of the file system.
         return -(-file_bytes // self._block_bytes) * self._block_bytes
 
+    def bytes_of(self, name: ChunkName) -> int:
+        """Return what a file that cannot be read takes, 0 if even that is unknown."""
+        try:
+            return self.size_on_disk(os.stat(name.path, dir_fd=self._chunks, follow_symlinks=False).st_size)
+        except OSError:
+            return 0
+
     def names(self) -> Iterator[tuple[ChunkName, bool]]:
         with os.scandir(self._chunks) as subfolders:
             found = sorted(entry.name for entry in subfolders if SUBFOLDER.fullmatch(entry.name))

@@ -94,6 +94,7 @@ def scan(folder: ChunkFolder, counters: StoreCounters) -> Scan:
                 occupied += folder.size_on_disk(size)
         except OSError as error:
             counters.failed_read(error)
+            occupied += folder.bytes_of(name)
     chunks: dict[bytes, FoundChunk] = {}
     for found in sorted(good, key=lambda found: found.name.serial):
         older = chunks.pop(found.header.key, None)

@@ -778,6 +778,8 @@ class TestADiskThatFails:
         with self.broken(monkeypatch, "readv", errno.EIO):
             store = open_store(folder)
             assert KEY not in store and store.counters.refusals() == {"read_EIO": 1}
+            # It stays in the folder, and takes room.
+            assert store.used_bytes == bytes_on_disk(folder) > 0
             store.close()
         with self.broken(monkeypatch, "scandir", errno.EIO), pytest.raises(StoreRefusedError) as refused:
             open_store(folder)
