@@ -18,6 +18,7 @@ ROWS = 64
 
 
 def read_width(config: Mapping[str, Any], where: str, *names: str, default: int | None = None) -> int:
+    """Return the first of these entries. Raises ValueError, naming `where`, unless it is a positive integer."""
     value = next((config[each] for each in names if config.get(each) is not None), default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(
@@ -28,7 +29,7 @@ def read_width(config: Mapping[str, Any], where: str, *names: str, default: int 
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """`inner`: numbers that a token's MLP, with all its experts, computes between its matrices."""
+    """Widths of a decoder. `inner`: the width of a token's MLP, of all experts that it uses together."""
 
     layers: int
     hidden: int
@@ -63,7 +64,7 @@ class DecoderShape:
 
     def workspace(self, tokens: int, itemsize: int, rows: int = ROWS) -> int:
         """Return the most bytes of activations of a step of `tokens` tokens, `rows` of them with logits (RAGDoll 4.2):
-        hidden states twice, and attention's or the MLP's vectors. Norms and logits are in fp32."""
+        hidden states twice, and the larger of attention's and the MLP's vectors. Norms and logits are in fp32."""
         attended = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
         states = 2 * self.hidden * (itemsize + 4)
         widest = max(2 * attended, 3 * self.inner) * itemsize
@@ -78,6 +79,7 @@ _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _STORED |= {"F8_E4M3": 1, "F8_E5M2": 1}
 _LAYER = re.compile(r"^(.*?)\.(\d+)\.")
+# Tokens of the steps whose workspace is told.
 _STEPS = (64, 256, 1024, 4096, 8192)
 # A safetensors file begins with the length of its header.
 _HEADER_BYTES = 8
@@ -86,8 +88,8 @@ _ALIGNMENT = 512
 
 
 def model_sizes(path: Path | str, *, dtype: str | None = None, block_tokens: int = 16) -> ModelSizes:
-    """Read the headers of a folder's safetensors, or the shapes in a config.json. `dtype` of weights and KV replaces
-    the stored one. Raises OSError, and ValueError for other models than decoders."""
+    """Read a model's sizes from the headers of a folder's safetensors, or compute them from a config.json. `dtype` of
+    weights and KV replaces the stored one. Raises OSError, and ValueError for other models than decoders."""
     path = Path(path)
     if dtype is not None and dtype not in _ITEMSIZES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_ITEMSIZES)}")
@@ -158,6 +160,7 @@ class _Parameters:
 
 
 def _of_weights(folder: Path, layers: int, *, tied: bool) -> tuple[list[int], int, int]:
+    """Return the bytes of each layer and of all else, and the bytes of most numbers."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} has no weights (*.safetensors): give only its config.json for an estimate")

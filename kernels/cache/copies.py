@@ -9,8 +9,8 @@ from ragorder.kernels.paging import BlockPool, Transfer, Transfers
 
 
 class Copy:
-    """A transfer that retains its blocks. `leaving`: nothing else holds the source's blocks. `distrusted`: the source's
-    device failed meanwhile."""
+    """A transfer that retains its blocks; `then` gets whether it succeeded. `leaving`: nothing else holds the source's
+    blocks. `distrusted`: the source's device failed meanwhile."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Copies:
                 copy.end()
 
     def leaving(self, pool: BlockPool) -> int:
-        """Return the blocks that will be free after the running copies."""
+        """Return how many of the pool's blocks the running copies will free."""
         held = Counter(block for copy in self._leaving(pool) for block in copy.source_blocks)
         return sum(pool.references(block) == count for block, count in held.items())
 
