@@ -29,9 +29,6 @@ class ReplicaState(NamedTuple):
 class BestReplica(Generic[K]):
     """Chooses the replica with the largest cached share of the prompt less its load.
 
-        best = BestReplica()
-        best.choose({"a": ReplicaState(CachedLengths(900, 100), 3), "b": ReplicaState(CachedLengths(0, 1000), 1)})
-
     The load is 0.08 for each request in flight more than the least busy replica has, plus the share by which recently
     computed tokens exceed the mean; a request's weight halves after 64 further ones. Not thread-safe.
     """

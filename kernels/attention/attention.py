@@ -119,7 +119,6 @@ def choose_backend(backend: Backend, q: Tensor, block_size: int) -> Literal["tri
 
 @lru_cache
 def _lacking(device: torch.device, head_dim: int, block_size: int) -> str | None:
-    """Return what the Triton kernel lacks, or None."""
     lacking = None
     if head_dim not in HEAD_DIMS:
         lacking = f"has no head dim {head_dim}, only {', '.join(map(str, HEAD_DIMS))}"

@@ -103,7 +103,7 @@ def see(queries, tail_queries, key_at, value_at, dims, tail_dims, top, total, su
 def see_in_part(queries, tail_queries, key_at, value_at, is_key, position, row_low, row_high, dims, tail_dims,
                 top, total, sums, tail_sums, scale, cap,
                 BOUNDED: tl.constexpr, CAPPED: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """As `see`, for rows that see existing keys (`is_key`) before `row_high` and, if BOUNDED, from `row_low`."""
+    """As `see`, for keys that exist (`is_key`): a row sees those before `row_high` and, if BOUNDED, from `row_low`."""
     keys = tl.load(key_at[:, None] + dims[None, :], mask=is_key[:, None], other=0.0)
     tail_keys = keys
     if TAIL:

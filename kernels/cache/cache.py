@@ -290,8 +290,8 @@ class KnowledgeCache:
         self._tiers.poll()
 
     def resize(self, *, device_blocks: int | None = None, host_blocks: int | None = None) -> None:
-        """Resize the pools between two steps; leases' blocks may get other numbers. Raises, changing nothing,
-        OutOfBlocksError if the used blocks do not fit, and MemoryError without room for old and new pool."""
+        """Resize the pools between two steps; leases' blocks may get other numbers. Raises OutOfBlocksError if the used
+        blocks do not fit, MemoryError without room for old and new pool, changing nothing."""
         if device_blocks is not None:
             if device_blocks < 1:
                 raise ValueError(f"device_blocks is {device_blocks}: give 1 or more")

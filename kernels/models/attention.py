@@ -66,8 +66,8 @@ class ScatteredRows:
 
 
 class PagedStep:
-    """`slots` int64 (S,) get KV: block * `KVShape.block_rows` + offset, of the tokens `written` int64 (S,), by default
-    all in order. The last rows are `scattered`."""
+    """`slots` int64 (S,), block * `KVShape.block_rows` + offset, get the KV of the tokens `written` int64 (S,), by
+    default of all in order. The last rows are `scattered`."""
 
     def __init__(
         self,

@@ -160,7 +160,6 @@ class StepGraphs:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all graphs, as after a device fault."""
         self._held: LRUCache[_Held] = LRUCache(_GRAPHS)
         # A resized pool lies elsewhere.
         self._kv = ref(self._pool.kv)

@@ -28,8 +28,7 @@ _HUB_TIMEOUT_S = 10.0
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
-class ModelLoadError(RagorderError, ValueError):
-    """The model cannot be loaded; the message says what is missing."""
+class ModelLoadError(RagorderError, ValueError): ...
 
 
 def pick_device(name: str | None) -> torch.device:

@@ -129,7 +129,6 @@ class CopyStore:
 
     @property
     def damaged(self) -> Mapping[str, int]:
-        """Damaged (and removed) chunks and another model's, by reason."""
         return self.store.counters.refusals()
 
     @property

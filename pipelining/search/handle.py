@@ -19,11 +19,7 @@ _logger = logging.getLogger("ragorder")
 class SearchHandle:
     """A search among others. Thread-safe.
 
-        handle = search.submit(vector, k=5)
-        for stage in handle.stages(): ...
-        handle.result().ids
-
-    `due`: not speculative; `whole`: not cut into pieces. Whoever reads stages gets the latest one, and always the last.
+    `due`: not speculative; `whole`: not cut into pieces. A reader of stages gets the latest one, and always the last.
     """
 
     def __init__(self, drive: Callable[[], object] | None, *, due: bool = True, whole: bool = False) -> None:

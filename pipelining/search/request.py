@@ -50,10 +50,6 @@ class PastSearch:
 class History:
     """The last searches of one request, which order the clusters of its next ones: the same results, found earlier.
 
-        history = History()
-        search.submit(vector, k=5, history=history).result()
-        search.submit(next_vector, k=5, history=history)
-
     A past search is similar if its query is as near as its k-th result (Figure 7a). `kept`: results stored of each, 20
     in the paper. Requests must not share it.
     """

@@ -36,7 +36,7 @@ class Stage:
 
 
 class StagedSearch(Protocol):
-    """A search in stages. Each `next()` does one stage's work, without the interpreter lock, in any thread."""
+    """A search in stages. Each `next()` does one stage's work, in any thread, and releases the interpreter lock."""
 
     def search(self, queries: Any, k: int) -> Iterator[Stage]:
         """Return the k nearest of `queries`, (queries, dimensions); the last stage equals an unstaged search."""

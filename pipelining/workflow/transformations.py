@@ -16,8 +16,8 @@ from ragorder.pipelining.workflow.wavefront import ANY_PART, KNOWN, Measurements
 
 
 class Transformation(Protocol):
-    """A change of the wavefront, applied in each scheduling cycle where it saves time. Without its optional
-    `reads_tokens(graph, node, measured)` all generations are streamed."""
+    """A change of the wavefront, applied on the event loop in each scheduling cycle where it saves time. Without its
+    optional `reads_tokens(graph, node, measured)` all generations are streamed."""
 
     name: str
 
@@ -335,8 +335,8 @@ class SpeculateRetrieval:
                     _begin_search(item, wavefront, measured)
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Return the gain of a final query (search and embedding, at most the rest of the generation) or of ordered
-        clusters, by the odds, and that of a generation on the results."""
+        """Return, by the odds, what a final query saves (search and embedding, at most the rest of the generation) or
+        else ordered clusters. Add the gain of a generation on the results."""
         search_s, embed_s = measured.search_s.value, measured.embed_s.value or 0.0
         if item.after is None or search_s is None:
             return math.inf
