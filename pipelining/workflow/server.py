@@ -20,7 +20,7 @@ from ragorder.pipelining.workflow.run import RunOptions, WorkflowRun, checked_op
 from ragorder.pipelining.workflow.searching import Searcher
 from ragorder.pipelining.workflow.speculations import Workers
 from ragorder.pipelining.workflow.transformations import Transformation, all_transformations
-from ragorder.pipelining.workflow.wavefront import EngineQueue, Measurements, Wavefront
+from ragorder.pipelining.workflow.wavefront import Measurements, Wavefront
 
 _MEASURE_EVERY = 128
 """Of answers whose tokens nobody reads, one in this many is streamed, to measure the prefill."""
@@ -80,7 +80,7 @@ class WorkflowServer(Generic[D, R]):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.transformations = all_transformations() if transformations is None else tuple(transformations)
-        self.wavefront = Wavefront(self._wake, EngineQueue(max_generations, window))
+        self.wavefront = Wavefront(self._wake, max_generations, window)
         self.spending = Spending(extra_tokens)
         self.measurements = Measurements(load or EngineLoad(4, clock=clock), self.wavefront, search, self.spending)
         self.cycles = 0

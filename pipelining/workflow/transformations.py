@@ -210,7 +210,7 @@ class SpeculateGeneration(_WithoutTokens):
     def _has_room(self, wavefront: Wavefront, measured: Measurements, replaced: int) -> bool:
         running = wavefront.count("engine") - replaced
         pending = measured.load.pending + wavefront.unsent
-        return running < self.bound and wavefront.queue.has_room(running) and pending < measured.load.max_prefill_bs
+        return running < self.bound and wavefront.has_room(running) and pending < measured.load.max_prefill_bs
 
     def _concerns(self, item: WorkItem) -> bool:
         if item.stage is None or not (item.due or self.across):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ragorder.common.lru_cache import LRUCache
 from ragorder.common.running_mean import RunningMean
@@ -22,31 +22,6 @@ from ragorder.pipelining.workflow.result import Outcome, Worker, WorkflowTrace, 
 
 if TYPE_CHECKING:
     from ragorder.pipelining.workflow.searching import Found
-
-T = TypeVar("T")
-
-
-class EngineQueue(Generic[T]):
-    """Generations that wait while `limit` (None: any) are on the engine, the most cached first."""
-
-    def __init__(self, limit: int | None = None, window: int = 32) -> None:
-        if limit is not None and limit < 1:
-            raise ValueError(f"max_generations must be at least 1, or None, got {limit}")
-        self.limit = limit
-        self._waiting: CacheAwareQueue[T] = CacheAwareQueue(window)
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def has_room(self, running: int) -> bool:
-        return self.limit is None or running < self.limit
-
-    def enter(self, generation: T, lengths: Callable[[], CachedLengths] | None) -> Callable[[], object]:
-        return partial(self._waiting.leave, self._waiting.enter(generation, lengths))
-
-    def take(self) -> T:
-        return self._waiting.take().item
-
 
 ANY_PART = -1
 KNOWN = "known"
@@ -143,11 +118,15 @@ def worker_of(node: Node) -> Worker:
 
 
 class Wavefront:
-    """Work items to start, and those whose progress may lead to others; `changed` asks for a scheduling cycle."""
+    """Work items to start, and those whose progress may lead to others; `changed` asks for a scheduling cycle. While
+    `limit` generations (None: any number) are on the engine, others wait in `queue`, the most cached first."""
 
-    def __init__(self, changed: Callable[[], None], queue: EngineQueue[WorkItem] | None = None) -> None:
+    def __init__(self, changed: Callable[[], None], limit: int | None = None, window: int = 32) -> None:
+        if limit is not None and limit < 1:
+            raise ValueError(f"max_generations must be at least 1, or None, got {limit}")
         self.new: list[WorkItem] = []
-        self.queue: EngineQueue[WorkItem] = EngineQueue() if queue is None else queue
+        self.queue: CacheAwareQueue[WorkItem] = CacheAwareQueue(window)
+        self._limit = limit
         self._changed = changed
         self._progressed: dict[WorkItem, None] = {}
         self._added: list[WorkItem] = []
@@ -210,12 +189,15 @@ class Wavefront:
         self.new, self._added = [], []
         self._progressed.clear()
         if self.next_may_start:
-            items.insert(0, self.queue.take())
+            items.insert(0, self.queue.take().item)
         return items
 
     @property
     def next_may_start(self) -> bool:
-        return len(self.queue) > 0 and self.queue.has_room(self.on_engine)
+        return len(self.queue) > 0 and self.has_room(self.on_engine)
+
+    def has_room(self, running: int) -> bool:
+        return self._limit is None or running < self._limit
 
     def _leave(self, item: WorkItem) -> None:
         self._running[item.worker] -= 1
@@ -226,9 +208,9 @@ class Wavefront:
             self._changed()
 
     def _waits(self, item: WorkItem) -> bool:
-        if self.queue.limit is None or item.worker != "engine" or not item.due or item.request.is_speculated(item):
+        if self._limit is None or item.worker != "engine" or not item.due or item.request.is_speculated(item):
             return False
-        item.at_end.append(self.queue.enter(item, item.request.lengths(item)))
+        item.at_end.append(partial(self.queue.leave, self.queue.enter(item, item.request.lengths(item))))
         return True
 
 

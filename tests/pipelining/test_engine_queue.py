@@ -23,7 +23,7 @@ from ragorder.pipelining.workflow import Generation, NodeQuestion, RAGraph, Stat
 from ragorder.pipelining.workflow.join import NodeRun
 from ragorder.pipelining.workflow.result import WorkflowTrace, WorkItemTrace
 from ragorder.pipelining.workflow.transformations import SpeculateGeneration, Split
-from ragorder.pipelining.workflow.wavefront import EngineQueue, Wavefront, WorkItem
+from ragorder.pipelining.workflow.wavefront import Wavefront, WorkItem
 
 CACHED = {"cold": 0, "warm": 50, "hot": 100}
 
@@ -256,7 +256,7 @@ def generation(**options: Any) -> WorkItem:
 
 @pytest.mark.parametrize("limit", [None, 1])
 def test_due_generations_are_counted_before_they_are_sent(limit: int | None) -> None:
-    wavefront = Wavefront(lambda: None, EngineQueue(limit))
+    wavefront = Wavefront(lambda: None, limit)
     first, second = generation(), generation()
     wavefront.add(first)
     wavefront.add(second)
@@ -274,4 +274,4 @@ def test_wrong_limits_are_refused() -> None:
         ({"window": -1}, "window must not be negative"),
     ):
         with pytest.raises(ValueError, match=message):
-            EngineQueue(**options)
+            Wavefront(lambda: None, **options)
