@@ -140,20 +140,18 @@ class KnowledgeCache:
         self.pool = BlockPool(shape, device_blocks, device)
         host = BlockPool(shape, host_blocks, pinned=pinned)
         copies = Copies(transfers or make_transfers(device))
-        self._device = MemoryTier(self.pool, copies, policy, history)
-        self._host = MemoryTier(host, copies, policy, history)
-        self._disk: StoreTier | None = None
+        device_tier, host_tier = (MemoryTier(pool, copies, policy, history) for pool in (self.pool, host))
+        store = None
         if disk is not None:
-            self._disk = StoreTier(
+            store = StoreTier(
                 disk, shape, identity, copies, policy=policy, history=history, pinned=pinned, executor=executor
             )
-        self._tiers = Hierarchy(self._device, self._host, self._disk, copies, self._withdraw)
-        self._copies = copies
+        self._tiers = Hierarchy(device_tier, host_tier, store, copies, self._withdraw)
         self._replicas = Replicas(replicate_nodes, self._tiers)
         self.contents = Contents(self._tiers.holds)
-        self._index = DocumentIndex(self.contents, self._tiers, self._disk)
+        self._index = DocumentIndex(self.contents, self._tiers)
         self._tables = BlockTables(self.pool)
-        self._uses = NodeUses(self._device, self._host, self._disk, profile)
+        self._uses = NodeUses(self._tiers, profile)
         self._leases: dict[int, KVLease] = {}
         self._sizes = PoolSizes(self._tiers, self._replicas, self._leases)
         self._closed = False
@@ -322,13 +320,14 @@ class KnowledgeCache:
             self._tiers.close()
 
     def stats(self) -> CacheStats:
+        tiers = self._tiers
         return CacheStats(
-            device=self._device.stats(),
-            host=self._host.stats(),
-            disk=self._disk.stats() if self._disk is not None else CacheTierStats(tokens=None),
+            device=tiers.device.stats(),
+            host=tiers.host.stats(),
+            disk=tiers.disk.stats() if tiers.disk is not None else CacheTierStats(tokens=None),
             leases=len(self._leases),
-            loads=len(self._tiers.loads),
-            copies=len(self._copies),
+            loads=len(tiers.loads),
+            copies=len(tiers.copies),
             requests=self._uses.requests,
             new_tokens=self._uses.new_tokens,
         )
@@ -401,7 +400,7 @@ class KnowledgeCache:
             lease.pending.append(copy)
             self._uses.new_tokens += segment.tokens
         self._index.add(segment, parent, start)
-        self._device.tier.pin(segment.key)
+        self._tiers.device.tier.pin(segment.key)
         lease.pinned.append(copy)
         return copy
 
@@ -419,7 +418,7 @@ class KnowledgeCache:
 
     def _unpin(self, copy: DeviceCopy) -> None:
         if copy.resident:
-            self._device.tier.unpin(copy.node.key)
+            self._tiers.device.tier.unpin(copy.node.key)
 
     def _close(self, lease: KVLease) -> None:
         lease.closed = True

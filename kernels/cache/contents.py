@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 
-from ragorder.kernels.cache.disk import StoreTier
 from ragorder.kernels.cache.hierarchy import Hierarchy
 from ragorder.kernels.cache.node import CachedNode, CopyLocation
 from ragorder.kernels.cache.segments import Segment
@@ -108,10 +107,9 @@ def _preferred(copies: Iterable[_Copy], lengths: dict[bytes, int], last: bytes |
 
 
 class DocumentIndex:
-    def __init__(self, contents: Contents, tiers: Hierarchy, disk: StoreTier | None) -> None:
+    def __init__(self, contents: Contents, tiers: Hierarchy) -> None:
         self._contents = contents
         self._tiers = tiers
-        self._disk = disk
 
     def add(self, segment: Segment, parent: bytes | None, start: int) -> None:
         if segment.content:
@@ -121,8 +119,7 @@ class DocumentIndex:
     def nodes(self, path: Sequence[Segment], cached: int) -> Iterator[tuple[int, CachedNode]]:
         """Yield positions and copies of documents after the first `cached` segments."""
         later = path[cached:]
-        if self._disk is not None:
-            self._find_on_disk(self._disk, path, later)
+        self._find_on_disk(path, later)
         start = sum(segment.tokens for segment in path[:cached])
         # No document has an empty content.
         copies = self._contents.cover([b"" if segment.exact else segment.content for segment in later])
@@ -133,11 +130,12 @@ class DocumentIndex:
             start += segment.tokens
 
     def known(self, path: Sequence[Segment]) -> list[bool]:
-        if self._disk is not None:
-            self._find_on_disk(self._disk, path, path)
+        self._find_on_disk(path, path)
         return [self._contents.has(segment.content) for segment in path]
 
-    def _find_on_disk(self, disk: StoreTier, path: Sequence[Segment], later: Sequence[Segment]) -> None:
+    def _find_on_disk(self, path: Sequence[Segment], later: Sequence[Segment]) -> None:
+        if (disk := self._tiers.disk) is None:
+            return
         # Copies made directly after the prefix are found by content alone, even after a restart.
         front = path[0] if path and not path[0].content else None
         parent, begin = (front.key, front.tokens) if front is not None else (None, 0)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ragorder.kernels.cache.disk import StoreTier
 from ragorder.kernels.cache.hierarchy import Hierarchy
-from ragorder.kernels.cache.memory import MemoryTier
 from ragorder.kernels.cache.node import CachedNode, DeviceCopy, HostCopy
 from ragorder.kernels.cache.segments import Segment
 from ragorder.kernels.cache.stats import TierTokens
@@ -16,15 +14,13 @@ from ragorder.trie.profile import PrefillProfile
 
 
 class NodeUses:
-    def __init__(self, device: MemoryTier, host: MemoryTier, disk: StoreTier | None, profile: PrefillProfile) -> None:
+    def __init__(self, tiers: Hierarchy, profile: PrefillProfile) -> None:
         self.requests = self.new_tokens = 0
-        self._device = device
-        self._host = host
-        self._disk = disk
+        self._tiers = tiers
         self._profile = profile
 
     def count_found(self, tokens: TierTokens) -> None:
-        for tier, count in zip((self._device, self._host, self._disk), tokens, strict=True):
+        for tier, count in zip((self._tiers.device, self._tiers.host, self._tiers.disk), tokens, strict=True):
             if tier is not None:
                 tier.hit_tokens += count
 
@@ -49,11 +45,11 @@ class NodeUses:
         computed: Container[bytes] = (),
         expected: Mapping[bytes, float] = NO_FORECAST,
     ) -> None:
-        for tier in (self._device, self._host):
+        for tier in (self._tiers.device, self._tiers.host):
             if tier.pool.blocks:
                 tier.tier.use(path, cost=cost, computed=computed, expected=expected)
-        if self._disk is not None:
-            self._disk.use(path, cost, computed, expected)
+        if self._tiers.disk is not None:
+            self._tiers.disk.use(path, cost, computed, expected)
 
 
 def tokens_by_tier(nodes: Iterable[CachedNode]) -> TierTokens:

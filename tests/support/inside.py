@@ -30,15 +30,15 @@ def tiers_of(cache: Any) -> Any:
 
 
 def device_of(cache: Any) -> Any:
-    return cache._device
+    return cache._tiers.device
 
 
 def host_of(cache: Any) -> Any:
-    return cache._host
+    return cache._tiers.host
 
 
 def disk_of(cache: Any) -> Any:
-    return cache._disk
+    return cache._tiers.disk
 
 
 def leases_of(cache: Any) -> Any:
@@ -46,11 +46,11 @@ def leases_of(cache: Any) -> Any:
 
 
 def copies_of(cache: Any) -> Any:
-    return cache._copies
+    return cache._tiers.copies
 
 
 def running_copies(cache: Any) -> Any:
-    return cache._copies._running
+    return cache._tiers.copies._running
 
 
 def file_of(search: Any) -> Any:

@@ -158,8 +158,8 @@ class _Turns:
         while cache.stats().copies:
             time.sleep(_POLL_S)
             cache.poll()
-        if cache._disk is not None:
-            cache._disk.wait()
+        if cache._tiers.disk is not None:
+            cache._tiers.disk.wait()
 
     def _check(self, way: str, found: Sequence[int]) -> None:
         cell, layout = self._cell, self._cell.layout
