@@ -1,4 +1,4 @@
-"""A learner of templates in a running proxy, from the prompts that it forwards."""
+"""Learning a template in a running proxy, from forwarded prompts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ragorder.orderer import OrdererLike
 _logger = logging.getLogger("ragorder")
 
 _FEWEST, _MOST = 100, 300
-"""Requests from which a form is learned."""
+"""Requests of which a form is learned."""
 _SHORTEST, _LONGEST = 200, 1 << 16
-"""Characters of a text that is kept until then."""
+"""Characters of a text that is kept for it."""
 _MOST_CHARACTERS = 1 << 22
 _TENANTS = 8
 _CAPACITY_TOKENS = 131_072
@@ -38,16 +38,16 @@ _FOUND = (
 
 
 class ShadowLearner:
-    """Learner of an application's template from requests whose documents are not found otherwise. Thread-safe.
+    """Learns an application's template from requests whose documents no template finds; orders nothing. Thread-safe.
 
-    At most 300 requests and 4 million characters are kept, until a form is learned from them in a thread of its own;
-    then only the form's text is. Learning takes at most 1 ms of processor time a request on average. A form counts once
-    a later window, of another tenant if there are tenants, gives the same, and if it saves 2 % of the prefill. It is
-    dropped when three windows in a row do not give it. Nothing is ordered by it.
+    Keeps a window of at most 300 requests a tenant, 4 million characters in all, until a form is learned from it in a
+    thread, then only the form. Learning takes at most 1 ms of processor time a request on average. A form counts if a
+    later window gives the same, another tenant's if there are tenants, and if it saves 2 % of the prefill; it is
+    dropped after three windows in a row without it.
 
-    Whenever a form is confirmed, `on_learned` gets its requests' tokens up to the last document, those cached in
-    ragorder's order and in retrieval order, and the number of requests; `warn` gets a sentence the first time.
-    `processor_s` is a clock of the thread's processor time.
+    `on_learned` gets, whenever a form is confirmed, its requests' tokens up to the last document, those cached in
+    ragorder's order and in retrieval order, and the number of requests; `warn` a sentence the first time. `processor_s`
+    is a clock of the thread's processor time.
     """
 
     def __init__(
@@ -74,15 +74,14 @@ class ShadowLearner:
 
     @classmethod
     def of(cls, metrics: Metrics, orderer: OrdererLike) -> Self:
-        """Return a learner for prompts that `orderer` leaves alone, counted in `metrics`."""
+        """Return a learner that counts in `metrics` what it finds."""
         return cls(orderer.settings.held_tokens, partial(metrics.recognised, LEARNED), orderer.degrade)
 
     def file(self) -> str | None:
-        """Return the template that two windows agree on, for `ragorder serve --template FILE`."""
+        """Return the confirmed template, for `ragorder serve --template FILE`."""
         return self._file
 
     def add(self, tenant: str | None, texts: Sequence[str]) -> None:
-        """Take the texts of a request's messages."""
         kept = [each for each in texts if _SHORTEST < len(each) <= _LONGEST]
         name = self._name(tenant)
         with self._lock:
@@ -102,7 +101,6 @@ class ShadowLearner:
         Thread(target=self._learn, args=(name, requests), name="ragorder-learner", daemon=True).start()
 
     def _name(self, tenant: str | None) -> bytes:
-        """Return an empty name without a tenant."""
         if not tenant:
             return b""
         return blake2b(tenant.encode("utf-8", "surrogatepass"), key=self._key, digest_size=16).digest()
@@ -162,7 +160,7 @@ def _length(texts: Sequence[str]) -> int:
 
 
 def _agree(one: DocumentTemplate, other: DocumentTemplate, requests: Sequence[Sequence[str]]) -> bool:
-    """Return whether both find the same documents in nearly all texts in which one of them does."""
+    """Return whether both find the same documents in nearly all texts where one finds any."""
     runs = [(one.find(text), other.find(text)) for texts in requests for text in texts]
     found = [
         a is not None and b is not None and a.pieces == b.pieces for a, b in runs if a is not None or b is not None

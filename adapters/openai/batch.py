@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ragorder import Document
 from ragorder.adapters.openai.call import Call, CallSetup, OrderedStream, generate_async
@@ -19,7 +18,7 @@ from ragorder.common.lock import is_collecting
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths
 
 BatchRequest = tuple[str, Sequence[Document]] | tuple[str, Sequence[Document], Hashable]
-"""A query, its documents in retrieval order, and optionally a scope."""
+"""A query, its documents in retrieval order, and a scope if there is one."""
 
 BatchOutcome = tuple[int, Answer | Exception]
 
@@ -27,8 +26,7 @@ BatchOutcome = tuple[int, Answer | Exception]
 _FORESEEN = 8
 
 
-@dataclass(frozen=True, slots=True)
-class _QueuedRequest:
+class _QueuedRequest(NamedTuple):
     index: int
     query: str
     documents: Sequence[Document]
@@ -36,7 +34,7 @@ class _QueuedRequest:
 
 
 class BatchBacklog:
-    """Unsent requests of a batch. Thread-safe. Raises TypeError or ValueError for invalid input."""
+    """Requests of a batch that are not yet sent. Thread-safe. Raises TypeError or ValueError for invalid input."""
 
     def __init__(
         self,
@@ -64,7 +62,7 @@ class BatchBacklog:
         self.workers = min(concurrency, self.size)
 
     def take(self) -> tuple[int, Call | Exception] | None:
-        """Return the next request's index and its call, which must be sent at once, or its error; None at the end."""
+        """Return the next request's index and its call, to be sent at once, or its error; None at the end."""
         with self._lock:
             if not self._queue:
                 return None
@@ -79,13 +77,13 @@ class BatchBacklog:
             return taken.index, error
 
     def _lengths(self, waiting: _QueuedRequest) -> Callable[[], CachedLengths]:
-        setup = self._setup
-        question_tokens = cache(setup.builder.suffix_tokens)
-        return lambda: predict_lengths(setup.orderer, waiting.documents, waiting.scope, question_tokens(waiting.query))
+        _, query, documents, scope = waiting
+        question_tokens = cache(self._setup.builder.suffix_tokens)
+        return lambda: predict_lengths(self._setup.orderer, documents, scope, question_tokens(query))
 
 
 def answer_many(backlog: BatchBacklog) -> Generator[BatchOutcome, None, None]:
-    """Use a thread for each request in flight. Closing ends each request at its next piece."""
+    """A thread sends each request in flight. Closing ends a request at its next piece."""
     ready: SimpleQueue[tuple[int, Answer | BaseException]] = SimpleQueue()
     stopped = threading.Event()
 
@@ -116,7 +114,7 @@ def answer_many(backlog: BatchBacklog) -> Generator[BatchOutcome, None, None]:
 
 
 async def answer_many_async(backlog: BatchBacklog) -> AsyncGenerator[BatchOutcome, None]:
-    """Use a task for each request in flight. Closing cancels them."""
+    """A task sends each request in flight. Closing cancels them."""
     ready: asyncio.Queue[tuple[int, Answer | BaseException]] = asyncio.Queue()
 
     async def work() -> None:

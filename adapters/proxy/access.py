@@ -23,8 +23,8 @@ _CHALLENGES = [(b"www-authenticate", b"Bearer"), (b"www-authenticate", b'Basic r
 
 
 class APIKeyMiddleware:
-    """Middleware that requires the key: as Bearer token, basic authentication password (browsers) or x-api-key
-    (Anthropic clients). Browsers send CORS preflights without the key: the upstream server answers them."""
+    """Requires the key: as Bearer token, password of basic authentication (browsers) or x-api-key (Anthropic's
+    clients). CORS preflights, which browsers send without it, go to the upstream server."""
 
     def __init__(self, app: ASGIApp, key: str, *, open_paths: frozenset[str] = frozenset()) -> None:
         self._app = app
@@ -51,7 +51,7 @@ class APIKeyMiddleware:
 
 
 class HostMiddleware:
-    """Middleware that refuses other hosts and web pages of other hosts (DNS rebinding), for a proxy without a key."""
+    """Refuses other hosts, and web pages of other hosts (DNS rebinding), for a proxy without a key."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], *, open_paths: frozenset[str] = frozenset()) -> None:
         self._app = app
@@ -155,8 +155,8 @@ _KEPT = (
 
 
 class UnorderedRequests:
-    """Counter of requests whose documents were not ordered. Warns if the first 20 had none (and adds `hint`), and once
-    if a client sets breakpoints."""
+    """Counts requests whose documents are not ordered. Warns if the first 20 have none (and adds `hint`), and once if a
+    client sets breakpoints."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class UnorderedRequests:
 
 
 class _Detector:
-    """Looks at requests until it warns, or knows that it need not."""
+    """Looks at requests until it has warned, or need not."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
@@ -210,8 +210,8 @@ class _Detector:
 
 
 class RenamedIds(_Detector):
-    """Detector of ids that change while the text stays, such as ranks: warns if most recurring texts were renamed; with
-    `by_place`, if some ids do not number positions. Keeps 16,384 digests, about 5 MB."""
+    """Warns if most recurring texts have new ids, such as ranks; with `by_place`, if some ids do not number positions.
+    Keeps 16,384 digests, about 5 MB."""
 
     def __init__(self, warn: Callable[[str], None], *, by_place: bool = False) -> None:
         super().__init__(warn)
@@ -221,7 +221,6 @@ class RenamedIds(_Detector):
         self._are_places = True
 
     def look(self, salt: str | None, documents: Iterable[tuple[str, str]], *, are_places: bool) -> None:
-        """`are_places`: the ids number positions."""
         if not self._watching:
             return
         if self._by_place:
@@ -242,8 +241,8 @@ class RenamedIds(_Detector):
 
 
 class UnsharedRequests(_Detector):
-    """Detector of ordered requests that share nothing: warns after 20 requests whose texts before the documents are all
-    different, or 100 without a document that came before. The first request of a tenant does not count."""
+    """Warns after 20 ordered requests whose texts before the documents all differ, or 100 without a document of an
+    earlier one. The first request of a tenant does not count."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         super().__init__(warn)
@@ -251,7 +250,7 @@ class UnsharedRequests(_Detector):
         self._requests = self._fronts = 0
 
     def look(self, salt: str | None, scope: bytes, keys: Iterable[str], *, shares: bool) -> None:
-        """`keys` are the documents'; `shares`: part of the prompt should be cached."""
+        """`shares`: part of the prompt should be cached."""
         if not self._watching:
             return
         has_tenant, has_front = self._is_known(digest_of(salt)), self._is_known(digest_of("front", scope))

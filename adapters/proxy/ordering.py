@@ -1,4 +1,4 @@
-"""Ordering of parsed requests, and feedback from their answers."""
+"""Ordering of requests, and feedback from their answers."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ _LONGEST = 1024
 
 
 def ranks_value(ranks: Sequence[int]) -> bytes | None:
-    """Return ranks as a header value, or None if it would be too long."""
+    """Return ranks as a header's value, or None if that is too long."""
     value = ",".join(map(str, ranks)).encode()
     return value if len(value) <= _LONGEST else None
 
 
 class SentRequest:
-    """Headers added on the way to the server, with body and answer unchanged. `end` is called after the answer."""
+    """A request sent with `added` headers; its body and answer are unchanged."""
 
     complete = False
-    """Set by the proxy when the answer was forwarded to its end."""
+    """Whether the answer was forwarded to its end."""
 
     def __init__(self, added: Headers | None = None) -> None:
         self.added = added or []
 
     def take_body(self, received: bytes = b"") -> bytes:
-        """Return the body to send, once: none is kept while the answer arrives."""
+        """Return the body to send. Call it once: the body is not kept while the answer arrives."""
         return received
 
     def request_headers(self, received: Headers) -> Headers:
@@ -61,20 +61,19 @@ class SentRequest:
     translator: AnswerTranslator | None = None
     """Changes the answer for the client."""
     on_prompt: Callable[[int | None], None] | None = None
-    """Gets the reported tokens of the prompt."""
+    """Gets the prompt's reported tokens."""
 
-    def begin(self, status: int, headers: Headers) -> None:
-        """Read the head of the answer."""
+    def begin(self, status: int, headers: Headers) -> None: ...
 
     def feed(self, chunk: bytes) -> None:
         """Read a chunk of the answer, as the server sent it."""
 
     def end(self) -> None:
-        """End the request. Idempotent."""
+        """End the request, after the answer. Idempotent."""
 
 
 class TopicHeader:
-    """Header with the topic of a request's documents; no header without a name."""
+    """Header with the topic of a request's documents; none without a name."""
 
     def __init__(self, orderer: OrdererLike, name: str | None) -> None:
         self._orderer = orderer
@@ -91,7 +90,7 @@ class TopicHeader:
 
 
 class TopicRouter(TopicHeader):
-    """Adder of topics for proxies that order the documents after the router."""
+    """Adds topics, for proxies after the router that order the documents."""
 
     def predict_cached_tokens(self, parsed: ParsedBody) -> CachedLengths:
         return CachedLengths(0, 1)
@@ -112,7 +111,7 @@ class OnSent(Protocol):
         scope: Hashable,
         lengths: Lengths,
     ) -> None:
-        """Note the order of documents of a request that is about to be sent. Must not raise."""
+        """Note the order in which documents are about to be sent. Must not raise."""
 
 
 def _ignore(tbt_s: float) -> None: ...
@@ -122,8 +121,8 @@ class OrderedRequest(SentRequest):
     """A request whose documents were ordered.
 
     `end` confirms with the reported counts if the answer was `complete`, without them if it broke off after its first
-    token, and discards otherwise. With several `choices` the cached lengths are unknown. `permutation` is the sent
-    order if it differs from that of the ordering, which is then discarded. `named` documents are not sent."""
+    token, and otherwise discards. With several `choices` the cached length is unknown. A `permutation` was sent instead
+    of the ordering's, which is discarded. `named` documents are not sent."""
 
     def __init__(
         self,
@@ -168,7 +167,7 @@ class OrderedRequest(SentRequest):
             self._reader = reader_for(headers)
 
     def feed(self, chunk: bytes) -> None:
-        """End the request at the answer's last event, because its client may send the next one at once."""
+        """End the request at the answer's last event: its client may send the next one at once."""
         if self._reader is not None:
             self._reader.feed(chunk)
             if self._reader.served:
@@ -178,13 +177,13 @@ class OrderedRequest(SentRequest):
                 self.end()
 
     def readable(self) -> None:
-        """Note that the request's writes to a cloud's cache can be read. Idempotent."""
+        """Note that the request's prefix can be reused. Idempotent."""
         if self._ordering is not None and not self._is_readable:
             self._is_readable = True
             self._ordering.readable()
 
     def end(self) -> None:
-        """End the request. Idempotent; an error here does not fail the answer."""
+        """An error here does not fail the answer."""
         ordering, reader = self._ordering, self._reader
         if ordering is None:
             return
@@ -219,7 +218,7 @@ class OrderedRequest(SentRequest):
 
 
 class RequestOrderer:
-    """Orderer of parsed requests. See `make_app` for its options; `exact` lengths are those of a tokenizer."""
+    """Orders parsed requests. Options as for `make_app`; `exact` lengths are a tokenizer's."""
 
     def __init__(
         self,
@@ -336,14 +335,14 @@ class RequestOrderer:
             self._unshared.look(parsed.salt, parsed.scope, keys, shares=ordering.cached_tokens > 0)
 
     def _follows(self, parsed: ParsedBody) -> Sequence[Segment]:
-        """Return no segments if breakpoints at ends of turns cover them."""
+        """Return none if breakpoints at ends of turns cover the segments."""
         return parsed.question if parsed.orderer is None and parsed.marks is None else ()
 
     def _of(self, parsed: ParsedBody) -> OrdererLike:
         return self._orderer if parsed.orderer is None else parsed.orderer
 
     def _ends(self, parsed: ParsedBody, permutation: Sequence[int]) -> list[int]:
-        """Return [] for estimated lengths."""
+        """Return the documents' ends in tokens; none for estimated lengths."""
         if not self._exact or parsed.error is not None:
             return []
         lengths = [parsed.documents[rank].tokens or 0 for rank in permutation]

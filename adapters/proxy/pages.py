@@ -41,7 +41,7 @@ _MOST_POINTS = 900
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """Prompt tokens of the requests that ended since the previous point, and the cached shares of both orders."""
+    """Prompt tokens of requests that ended since the point before, and both orders' cached shares."""
 
     at: int
     prompt_tokens: int
@@ -56,7 +56,7 @@ class _Counted(NamedTuple):
 
 
 class History:
-    """Cached share of each order over time: the last 900 points, one for every two seconds in which requests ended.
+    """Cached share of each order over time: the last 900 points, one for two seconds in which requests ended.
     Thread-safe.
 
         history = History(lambda: Stats.of(metrics.whole.collect()))"""
@@ -107,8 +107,8 @@ def _share(cached: int, prompt: int) -> float:
 
 class StatsPages:
     """`metrics_path`, `/ragorder/stats` (JSON; `?after=` a time in ms adds the history since then), `/ragorder` (live
-    HTML), and `/ragorder/template` (TOML), the form that `learned` returns. The application adds `routes` and runs
-    `history.keep` in the background."""
+    HTML), and `/ragorder/template` (TOML) with the form that `learned` returns. An application adds the `routes` and
+    runs `history.keep`."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ _PATH = "/ragorder/replicas"
 
 
 def replica_routes(fleet: Fleet) -> list[Route]:
-    """Return `GET /ragorder/replicas`, and `POST /ragorder/replicas/N/drain` and `…/resume` with the same answer."""
+    """Return GET /ragorder/replicas, and POST /ragorder/replicas/N/drain and …/resume with the same answer."""
 
     async def show(_: Request) -> JSONResponse:
         return JSONResponse({"replicas": fleet.as_json()}, headers={"Cache-Control": "no-store"})
@@ -211,7 +211,7 @@ _LONGEST_NAME = 120
 
 
 class _Kept(Generic[T]):
-    """What `read` returns, read again only after `every_s` seconds, and by one request at a time."""
+    """What `read` returns, read by one request at a time, and again only after `every_s` seconds."""
 
     def __init__(self, read: Callable[[], Awaitable[T]], every_s: float) -> None:
         self._read = read
@@ -228,7 +228,7 @@ class _Kept(Generic[T]):
 
 
 def readiness(check: Callable[[], Awaitable[bool]]) -> Answer:
-    """Return the answer to `/ragorder/ready`, which checks at most once a second."""
+    """Return the answer to /ragorder/ready, which checks at most once a second."""
     is_ready = _Kept(check, _CHECK_S)
 
     async def answer(_: Request) -> JSONResponse:
@@ -252,8 +252,8 @@ class _Models(msgspec.Struct):
 
 
 def served(servers: Sequence[Upstream], about: Mapping[str, Any]) -> Answer:
-    """Return the answer to `/ragorder/served`: the servers, a few of the first one's models (read once a minute) and
-    the number of the others, and the facts `about` the proxy."""
+    """Return the answer to /ragorder/served: the servers, up to three models of the first one (read once a minute), the
+    number of its others, and the facts `about` the proxy."""
     models = _Kept(partial(_models_of, servers[0]), _MODELS_S)
     facts = {"servers": list(dict.fromkeys(each.root for each in servers)), **about}
 

@@ -1,6 +1,6 @@
-"""Usage in an answer, read from its bytes in any route's protocol.
+"""Usage in an answer's bytes, in any route's protocol.
 
-Readers never raise. `served`: the prompt has been computed; `done`: the answer says that nothing follows."""
+Readers never raise. `served`: the prompt has been computed; `done`: nothing follows in the answer."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def reader_for(headers: Headers) -> WholeReader | StreamReader:
 
 
 class WholeReader:
-    """Reader of one JSON answer, of `length` bytes if that is known; not read beyond `limit` bytes."""
+    """Reader of a JSON answer of `length` bytes, if known; not read beyond `limit` bytes."""
 
     served = True
 
@@ -111,7 +111,7 @@ class WholeReader:
 
 
 class EventLines:
-    """Lines of server-sent events, which end in LF, CR or both; None for a line longer than `limit` bytes."""
+    """Lines of server-sent events, ended by LF, CR or both; None for one longer than `limit` bytes."""
 
     def __init__(self, limit: int = _MAX_LINE) -> None:
         self._limit = limit
@@ -135,7 +135,7 @@ class EventLines:
 
 
 class StreamReader:
-    """Reader of server-sent events; keeps one line, up to 1 MiB."""
+    """Reader of server-sent events. Keeps one line, up to 1 MiB."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.served = False
@@ -163,7 +163,7 @@ class StreamReader:
         return read_usage(self._reported)
 
     def tbt_s(self) -> float | None:
-        """Return the mean seconds between tokens, or events if the tokens are not reported; None for fewer than two."""
+        """Return the mean seconds between tokens, or events if no tokens are reported; None for fewer than two."""
         tokens = self.usage().completion_tokens or self._parts
         return (self._last_s - self._first_s) / (tokens - 1) if self._parts > 1 and tokens > 1 else None
 

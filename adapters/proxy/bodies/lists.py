@@ -34,12 +34,10 @@ class ElementTemplate(DocumentTemplate):
 
 
 class ListTemplate(DocumentTemplate):
-    """Form of the bulleted lists in instructions whose order means nothing, by their headings: memories, skills,
-    preferences.
+    """Form of the bulleted lists in instructions whose headings name memories, skills or preferences.
 
-    A list stays in its order if that may mean something (numbers, a heading with "recent", dates that rise or fall),
-    or if it is not clear where it ends. Only system and developer messages are read: elsewhere the list may be the
-    question's.
+    A list stays in its order if that may mean something (numbers, a heading with "recent", dates that rise or fall), or
+    if its end is unclear. Only system and developer messages are read: elsewhere it may be the question's.
     """
 
     def __init__(self) -> None:
@@ -49,7 +47,7 @@ class ListTemplate(DocumentTemplate):
         return role in _INSTRUCTIONS
 
     def _check(self) -> None:
-        """Do nothing: the heading marks the list."""
+        """The heading marks the list."""
 
     def spans(self, text: str) -> Iterator[_Span]:
         if len(text) > _LONGEST or _NAMES.search(text) is None:
@@ -86,7 +84,7 @@ def _lists(text: str) -> Iterator[list[_Span]]:
 
 
 def _lines(text: str) -> list[_Span]:
-    """Return the lines, each without the white space at its end."""
+    """Return the lines, without white space at their ends."""
     lines, start = [], 0
     for line in text.split("\n"):
         lines.append((start, start + len(line.rstrip())))
@@ -104,7 +102,7 @@ def _is_heading(line: str) -> bool:
 
 
 def _items(text: str, lines: list[_Span], place: int) -> tuple[list[_Span], int]:
-    """Return the entries of the list at a line, and the line after it; none if it is not clear where one ends."""
+    """Return the entries of the list at a line (none if its end is unclear), and the line after it."""
     items: list[_Span] = []
     bullet, gaps, empty = None, set(), 0
     while place < len(lines):
