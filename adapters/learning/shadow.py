@@ -21,7 +21,7 @@ from ragorder.orderer import OrdererLike
 _logger = logging.getLogger("ragorder")
 
 _FEWEST, _MOST = 100, 300
-"""Requests of which a form is learned."""
+"""Fewest and most requests to learn a form from."""
 _SHORTEST, _LONGEST = 200, 1 << 16
 """Characters of a text that is kept for it."""
 _MOST_CHARACTERS = 1 << 22
@@ -59,7 +59,7 @@ class ShadowLearner:
     ) -> None:
         self._capacity_tokens = capacity_tokens or _CAPACITY_TOKENS
         self._on_learned = on_learned
-        self._warn = warn
+        self._warn: Callable[[str], None] | None = warn
         self._processor_s = processor_s
         self._key = secrets.token_bytes(16)
         self._lock = Lock()
@@ -142,17 +142,14 @@ class ShadowLearner:
             return
         self._file, self._misses = _file(found, saving.share), 0
         self._on_learned(saving.tokens, saving.ordered_tokens, saving.retrieval_tokens, found.fits)
-        # Said once.
-        warn, self._warn = self._warn, _say_nothing
-        warn(_FOUND.format(fits=found.fits, seen=found.seen, saving=100 * saving.share))
+        if self._warn is not None:
+            self._warn(_FOUND.format(fits=found.fits, seen=found.seen, saving=100 * saving.share))
+            self._warn = None
 
     def _miss(self) -> None:
         self._misses += 1
         if self._misses >= _MISSES:
             self._file = None
-
-
-def _say_nothing(reason: str) -> None: ...
 
 
 def _length(texts: Sequence[str]) -> int:

@@ -48,7 +48,7 @@ class Saving:
 
 @dataclass(slots=True)
 class Suggestion:
-    """A template learned from `seen` requests, of which it `fits` some.
+    """A template learned from `seen` requests; it `fits` some of them.
 
     `doubts` are reasons to look at the `examples` before use, `refused` the reason why it must not be used live.
     """

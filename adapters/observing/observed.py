@@ -83,11 +83,7 @@ class ObservedOrderer:
         self.shadow = shadow
         self._watchers = tuple(watchers)
         self._orderer = orderer.clone(**_PLAIN) if shadow else orderer
-        self._other: Orderer | None = None
-        if shadow:
-            self._other = orderer.clone()
-        elif compare:
-            self._other = orderer.clone(**_PLAIN)
+        self._other = orderer.clone() if shadow else orderer.clone(**_PLAIN) if compare else None
         self._own = orderer
         self._failed = False
         for watcher in self._watchers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from math import isinf, sqrt
 from typing import TYPE_CHECKING, Any
 
@@ -70,17 +71,15 @@ def compare(served: int, prompt_tokens: int, cached_tokens: int, predicted_other
     the prediction shrinks in proportion. Its error: half the mean absolute error plus three standard errors of the
     mean.
     """
-    count = reports.count
+    count, unknown = reports.count, partial(Comparison, None, None)
     if not served:
-        return Comparison(None, None, "no request has ended yet")
+        return unknown("no request has ended yet")
     if not count:
-        return Comparison(None, None, "predicted only: no request reported its cached tokens")
+        return unknown("predicted only: no request reported its cached tokens")
     if 2 * count < served:
-        said = f"predicted only: {count:,} of {served:,} requests reported their cached tokens"
-        return Comparison(None, None, said)
+        return unknown(f"predicted only: {count:,} of {served:,} requests reported their cached tokens")
     if count < _MIN_REPORTS:
-        said = f"too early: {count:,} of the first {_MIN_REPORTS} requests reported their cached tokens"
-        return Comparison(None, None, said)
+        return unknown(f"too early: {count:,} of the first {_MIN_REPORTS} requests reported their cached tokens")
     excess = (reports.reported - reports.predicted) / count
     if excess >= 0:
         other_tokens = predicted_other + excess * served

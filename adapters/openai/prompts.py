@@ -186,15 +186,12 @@ class OrderedPrompts:
         ordering = self.order(question.query, documents, question.scope, options, waiting)
         try:
             request = self._of(question, ordering)
-            self.note_sent(request)
+            if self._learn is not None and request.prompt_tokens is not None:
+                self._learn(request.prompt_tokens)
         except BaseException:
             ordering.discard()
             raise
         return _CommittedRequest(request, ordering, self.answer_length)
-
-    def note_sent(self, request: PromptRequest) -> None:
-        if self._learn is not None and request.prompt_tokens is not None:
-            self._learn(request.prompt_tokens)
 
     def _of(self, question: Question, ordering: Ordering[Document]) -> PromptRequest:
         request = self.request(question.query, ordering, question.scope, question.all_options())

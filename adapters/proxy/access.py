@@ -1,4 +1,4 @@
-"""Access control of the proxy."""
+"""Access control of the proxy, and warnings about its requests."""
 
 from __future__ import annotations
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from operator import add
-from typing import Protocol
 
 from ragorder.adapters.http_server.headers import Headers, without
 from ragorder.adapters.marks import marked_documents
@@ -72,49 +71,32 @@ class SentRequest:
         """End the request, after the answer. Idempotent."""
 
 
-class TopicHeader:
-    """Header with the topic of a request's documents; none without a name."""
-
-    def __init__(self, orderer: OrdererLike, name: str | None) -> None:
-        self._orderer = orderer
-        self._name = None if name is None else name.lower().encode("ascii")
-
-    def of(self, parsed: ParsedBody) -> Headers:
-        if self._name is None:
-            return []
-        topic = self.topic(parsed)
-        return [] if topic is None else [(self._name, topic.encode("ascii"))]
-
-    def topic(self, parsed: ParsedBody) -> str | None:
-        return None if parsed.error is not None else self._orderer.topic(parsed.documents, scope=parsed.scope)
-
-
-class TopicRouter(TopicHeader):
+class TopicRouter:
     """Adds topics, for proxies after the router that order the documents."""
+
+    def __init__(self, orderer: OrdererLike, header: str | None) -> None:
+        self._orderer = orderer
+        self._header = header
 
     def predict_cached_tokens(self, parsed: ParsedBody) -> CachedLengths:
         return CachedLengths(0, 1)
 
     def order(self, parsed: ParsedBody, upcoming: Sequence[ParsedBody] = ()) -> SentRequest:
-        return SentRequest(self.of(parsed))
+        return SentRequest(_topic_header(self._header, _topic_of(self._orderer, parsed)))
+
+
+def _topic_of(orderer: OrdererLike, parsed: ParsedBody) -> str | None:
+    return None if parsed.error is not None else orderer.topic(parsed.documents, scope=parsed.scope)
+
+
+def _topic_header(name: str | None, topic: str | None) -> Headers:
+    return [] if name is None or topic is None else [(name.lower().encode("ascii"), topic.encode("ascii"))]
 
 
 _logger = logging.getLogger("ragorder")
 
-
-class OnSent(Protocol):
-    def __call__(
-        self,
-        documents: Sequence[Document],
-        permutation: Sequence[int],
-        *,
-        scope: Hashable,
-        lengths: Lengths,
-    ) -> None:
-        """Note the order in which documents are about to be sent. Must not raise."""
-
-
-def _ignore(tbt_s: float) -> None: ...
+OnSent = Callable[..., None]
+"""Gets documents, the permutation in which they are about to be sent, `scope` and `lengths`. Must not raise."""
 
 
 class OrderedRequest(SentRequest):
@@ -130,7 +112,7 @@ class OrderedRequest(SentRequest):
         ordering: Ordering[Document] | None,
         choices: int,
         answer_length: AnswerLength,
-        on_tbt: Callable[[float], None] = _ignore,
+        on_tbt: Callable[[float], None] | None = None,
         added: Headers | None = None,
         permutation: Sequence[int] | None = None,
         named: Sequence[int] = (),
@@ -213,7 +195,7 @@ class OrderedRequest(SentRequest):
                 total_tokens = usage.prompt_tokens + usage.completion_tokens
         counts = {} if ordering.cloud is None else {"written_tokens": read_cloud_usage(report).written_tokens}
         ordering.confirm(usage.cached_tokens, total_tokens, prompt_tokens=usage.prompt_tokens, **counts)
-        if self._choices == 1 and (tbt_s := reader.tbt_s()) is not None:
+        if self._on_tbt is not None and self._choices == 1 and (tbt_s := reader.tbt_s()) is not None:
             self._on_tbt(tbt_s)
 
 
@@ -231,11 +213,11 @@ class RequestOrderer:
         topic_header: str | None = None,
     ) -> None:
         self._orderer = orderer
-        self._topic = TopicHeader(orderer, topic_header)
+        self._topic_header = topic_header
         self._send_facts = send_facts
         self._exact = exact
         self._answer_length = AnswerLength()
-        self._on_tbt = on_tbt or _ignore
+        self._on_tbt = on_tbt
         self._on_sent = on_sent
         self._unshared = UnsharedRequests(orderer.degrade)
 
@@ -296,12 +278,11 @@ class RequestOrderer:
                 ends = self._ends(parsed, permutation)
                 expected = ((), 0) if is_kept else (ordering.expected_uses, ordering.exact_documents)
                 add_facts(body.fields, ends, parsed.salt, parsed.prefix_tokens, *expected)
-            topic = self._topic.of(parsed)
-            if body.wants_cache_key():
-                # Counted once.
-                key = topic[0][1].decode("ascii") if topic else self._topic.topic(parsed)
-                if key is not None:
-                    body.fields["prompt_cache_key"] = encode(key)
+            wants_key = body.wants_cache_key()
+            # Asked once, because each time counts.
+            topic = _topic_of(self._orderer, parsed) if wants_key or self._topic_header is not None else None
+            if wants_key and topic is not None:
+                body.fields["prompt_cache_key"] = encode(topic)
             choices = body.number("n")
             content = parsed.render(permutation, () if is_kept else _marked(parsed, ordering))
             if self._on_sent is not None and orderer is self._orderer and not ordering.fallback:
@@ -317,7 +298,7 @@ class RequestOrderer:
                 1 if choices is None else choices,
                 self._answer_length,
                 self._on_tbt,
-                topic,
+                _topic_header(self._topic_header, topic),
                 permutation if is_kept else None,
                 parsed.named,
             )

@@ -9,7 +9,6 @@ from base64 import b64encode
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
 from importlib.resources import files
@@ -39,16 +38,6 @@ _EVERY_S = 2.0
 _MOST_POINTS = 900
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """Prompt tokens of requests that ended since the point before, and both orders' cached shares."""
-
-    at: int
-    prompt_tokens: int
-    ours: float | None
-    theirs: float | None
-
-
 class _Counted(NamedTuple):
     prompt: int = 0
     served: int = 0
@@ -56,15 +45,15 @@ class _Counted(NamedTuple):
 
 
 class History:
-    """Cached share of each order over time: the last 900 points, one for two seconds in which requests ended.
-    Thread-safe.
+    """Cached share of each order over time, of the requests that ended since the point before: the last 900 points, one
+    for two seconds in which requests ended. Thread-safe.
 
         history = History(lambda: Stats.of(metrics.whole.collect()))"""
 
     def __init__(self, read: Callable[[], Stats], clock: Callable[[], float] = time.time) -> None:
         self._read = read
         self._clock = clock
-        self._points: deque[_Point] = deque(maxlen=_MOST_POINTS)
+        self._points: deque[dict[str, Any]] = deque(maxlen=_MOST_POINTS)
         self._before = _Counted()
         self._lock = Lock()
 
@@ -72,14 +61,14 @@ class History:
         with self._lock:
             stats = self._read()
             now = round(1000 * self._clock())
-            since = self._points[-1].at if self._points else 0
+            since = self._points[-1]["at"] if self._points else 0
             if not 0 <= now - since < 1000 * _EVERY_S:
                 self._add(now, stats)
             return stats
 
     def after(self, at: float) -> list[dict[str, Any]]:
         with self._lock:
-            return [asdict(point) for point in self._points if point.at > at]
+            return [point for point in self._points if point["at"] > at]
 
     async def keep(self) -> None:
         while True:
@@ -98,7 +87,8 @@ class History:
         # If reports contradict the predictions, nothing is known of the other order.
         is_known = now.other is not None and (stats.cannot_compare is None or not stats.reports)
         shares = _share(served, prompt), _share(other, prompt) if is_known else None
-        self._points.append(_Point(at, prompt, *(reversed(shares) if stats.shadow else shares)))
+        ours, theirs = reversed(shares) if stats.shadow else shares
+        self._points.append({"at": at, "prompt_tokens": prompt, "ours": ours, "theirs": theirs})
 
 
 def _share(cached: int, prompt: int) -> float:

@@ -16,7 +16,7 @@ from ragorder.adapters.http_server.content_encoding import encoding_of
 from ragorder.adapters.http_server.headers import Headers, header
 from ragorder.adapters.proxy.bodies.body import decode
 from ragorder.adapters.structs import readable_by_threads
-from ragorder.adapters.usage import ReportedUsage, answers_something, read_usage
+from ragorder.adapters.usage import answers_something, read_usage
 
 _MAX_ANSWER = 1 << 22
 _MAX_LINE = 1 << 20
@@ -103,9 +103,6 @@ class WholeReader:
     def report(self) -> dict[str, Any]:
         return _counts(decode(bytes(self._body), _Holder))
 
-    def usage(self) -> ReportedUsage:
-        return read_usage(self.report())
-
     def tbt_s(self) -> float | None:
         return None
 
@@ -159,12 +156,9 @@ class StreamReader:
     def report(self) -> dict[str, Any]:
         return self._reported
 
-    def usage(self) -> ReportedUsage:
-        return read_usage(self._reported)
-
     def tbt_s(self) -> float | None:
         """Return the mean seconds between tokens, or events if no tokens are reported; None for fewer than two."""
-        tokens = self.usage().completion_tokens or self._parts
+        tokens = read_usage(self._reported).completion_tokens or self._parts
         return (self._last_s - self._first_s) / (tokens - 1) if self._parts > 1 and tokens > 1 else None
 
     def _read(self, line: bytes | None) -> None:

@@ -261,7 +261,7 @@ class SharedOrderer(Orderer):
         super().__init__(settings, **options)
         self._at_once = at_once
         self._share(url, stream)
-        self._log.start()
+        self.log.start()
 
     def _ordered(
         self, documents: list[D], ordering: Ordering[D], scope: Hashable, lengths: Lengths, history: History | None
@@ -288,9 +288,9 @@ class SharedOrderer(Orderer):
             # As given: repeated documents are numbered by each reader.
             keys = self._reader.read_keys(given)
             request = self._reader.read(given)
-            self._log.append(
+            self.log.append(
                 SharedOrder(
-                    self._log.process,
+                    self.log.process,
                     scope,
                     keys,
                     list(map(int, request.tokens)),
@@ -305,12 +305,8 @@ class SharedOrderer(Orderer):
         except Exception as error:
             self._report(error)
 
-    @property
-    def log(self) -> OrderLog:
-        return self._log
-
     def close(self) -> None:
-        self._log.close()
+        self.log.close()
         super().close()
 
     def after_fork(self) -> None:
@@ -329,9 +325,9 @@ class SharedOrderer(Orderer):
     def _share(self, url: str, stream: str) -> None:
         self._shared = url, stream
         apply, lose = WeakMethod(self._apply), WeakMethod(self._lose)
-        self._log = OrderLog(url, stream, partial(_call, apply), partial(_call, lose))
+        self.log = OrderLog(url, stream, partial(_call, apply), partial(_call, lose))
         # The threads of an orderer that nothing refers to would go on.
-        finalize(self, self._log.close)
+        finalize(self, self.log.close)
         self._reads_shared = RequestReader(None, None, None, None, by_group=False)
 
     def _apply(self, order: SharedOrder) -> None:

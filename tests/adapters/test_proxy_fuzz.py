@@ -22,11 +22,10 @@ from ragorder import Orderer
 
 pytest.importorskip("starlette")
 
-import httpx2
+from support.requests import CHAT, echo, proxy_to
 
-from ragorder.adapters.proxy import DocumentTemplate, make_app
+from ragorder.adapters.proxy import DocumentTemplate
 
-CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MESSAGES = "/v1/messages"
 RESPONSES = "/v1/responses"
@@ -55,18 +54,6 @@ class Sent:
 class Got:
     status: int = 0
     body: bytes = b""
-
-
-async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """The far end: answers with what it got."""
-    body, more = b"", True
-    while more:
-        message = await receive()
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-        await asyncio.sleep(0)
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
-    await send({"type": "http.response.body", "body": body})
 
 
 async def ask(app: Any, sent: Sent) -> Got:
@@ -246,13 +233,7 @@ def check(sent: Sent, got: Got) -> None:
 
 
 def make(orderer: Orderer, **options: Any) -> Any:
-    return make_app(
-        orderer,
-        upstream="http://far.end",
-        template=DocumentTemplate(TEMPLATE),
-        make_transport=lambda: httpx2.ASGITransport(echo),
-        **options,
-    )
+    return proxy_to(echo, orderer, template=DocumentTemplate(TEMPLATE), **options)
 
 
 def fuzzed(examples: int) -> Any:

@@ -161,6 +161,13 @@ class BodyParser:
         body.takes_cache_key = body.takes_cache_key or by.keyed
         if FIELD in fields:
             return self._read_tagged(body, by)
+        try:
+            return self._read_untagged(body, content, by)
+        except HTTPError:
+            # The server will refuse the malformed field.
+            return "unreadable"
+
+    def _read_untagged(self, body: Body, content: bytes, by: MarkedBy) -> ParsedBody | PassReason:
         # Their ends in the prompt are not known.
         if self._finds_native and not self._send_facts and (native := _native(body, native_documents)) is not None:
             return self._order_native(body, content, native, by)
@@ -188,7 +195,6 @@ class BodyParser:
         """Count what a preset would save, or learn from the request. Errors do not concern it."""
         if self._recogniser is None or by.left is not None:
             return
-        # Neither has anything to do with the answer to this request.
         with suppress(Exception):
             texts = [each.text for each in body.passages() if each.role != "assistant"]
             is_known = self._recogniser.look(texts, lambda template: self._find(body, content, template, by))
@@ -230,7 +236,7 @@ class BodyParser:
             names += [self._builder.label_of(each)] if "label" in self._builder.shown else []
             documents.append(Document("\0".join(names), each.text, self._tokens.tagged(each, salt, numbered=numbered)))
         facts = {"marks": marks, "orderer": by.orderer, "left": _left(by, marks)}
-        return self._parsed(body, documents, self._tokens.question(tagged.query), render, salt, prefix, **facts)
+        return self._parsed(body, documents, self._builder.suffix_tokens(tagged.query), render, salt, prefix, **facts)
 
     def _pieces(self, documents: Sequence[Document], turn: str) -> list[str] | None:
         """Return the turn divided at its documents, or None if escapes cross their boundaries."""
@@ -250,11 +256,7 @@ class BodyParser:
             found = by.left
         if isinstance(found, str) and named is None:
             return found
-        try:
-            salt = body.string("cache_salt")
-        except HTTPError:
-            # The server will refuse it.
-            return "unreadable"
+        salt = body.string("cache_salt")
         if isinstance(found, str):
             none = partial(_unordered, body)
             return self._parsed(body, [], 0, none, salt, body.prefix(), named=named or (), left=by.left)
@@ -331,11 +333,7 @@ class BodyParser:
             return left
         if len(native.items) > MAX_DOCUMENTS:
             return "unreadable"
-        try:
-            salt = body.string("cache_salt")
-        except HTTPError:
-            # The server will refuse it.
-            return "unreadable"
+        salt = body.string("cache_salt")
         is_changed = marks is not None or body.wants_cache_key() or body.is_changed
 
         def render(permutation: Sequence[int], marked: Sequence[int]) -> bytes:

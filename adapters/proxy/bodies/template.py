@@ -50,9 +50,6 @@ class DocumentRun:
     def tail(self) -> str:
         return self.pieces[-1]
 
-    def filled(self, documents: Sequence[str]) -> str:
-        return "".join(self.pieces_with(documents))
-
     def pieces_with(self, documents: Sequence[str]) -> list[str]:
         pieces = list(self.pieces)
         pieces[1::2] = documents
@@ -198,10 +195,10 @@ class DocumentTemplate:
         at = self._fields.index("text")
         self._literals = literals
         self._opening = _Mark(literals[: at + 1], self._fields[:at])
-        closing = _Mark(literals[at + 1 :], self._fields[at + 1 :])
+        self._after = _Mark(literals[at + 1 :], self._fields[at + 1 :])
         # A text may contain what is before an id or title that follows it.
-        self._is_late = bool({"id", "title"}.intersection(closing.fields))
-        self._closing = _Mark(closing.literals[-1:], []) if self._is_late else closing
+        self._is_late = bool({"id", "title"}.intersection(self._after.fields))
+        self._closing = _Mark(self._after.literals[-1:], []) if self._is_late else self._after
         self._separator = self._closing.followed_by(between or "", self._opening)
         self._head, self._between = head, between
         self._tails = [tail] if isinstance(tail, str) else list(tail)
@@ -286,7 +283,7 @@ class DocumentTemplate:
         literals = [*self._literals[1:-1], *([self._literals[-1]] if self._fields[-1] not in ("n", "text") else [])]
         if not all(literals):
             raise TemplateError("a template needs text between two fields, to mark where one ends")
-        samples = [self._opening.sample(n) + "1" + self._sample_after(n) for n in (1, 2, 3)]
+        samples = [self._opening.sample(n) + "1" + self._after.sample(n) for n in (1, 2, 3)]
         listed = (self._between or "").join(samples)
         for tail in self._tails or [""]:
             run = self.find(self._head.replace(START, "") + listed + tail.replace(END, ""))
@@ -308,10 +305,6 @@ class DocumentTemplate:
             raise TemplateError(
                 "documents separated by a line break need visible text before the first and after the last one"
             )
-
-    def _sample_after(self, number: int) -> str:
-        at = self._fields.index("text")
-        return _Mark(self._literals[at + 1 :], self._fields[at + 1 :]).sample(number)
 
     def _region(self, text: str) -> tuple[int, int, bool] | None:
         """Return where the list may begin and end, and whether its end is known; None if unclear."""
@@ -407,7 +400,7 @@ class DocumentTemplate:
         if opened is None or not self._is_late:
             return opened is not None
         start = opened[0]
-        for literal in self._literals[self._fields.index("text") + 1 : -1]:
+        for literal in self._after.literals[:-1]:
             start = text.find(literal, start, closed_at)
             if start < 0:
                 return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec import Raw, Struct
@@ -74,15 +75,9 @@ class TokenCounter:
 
     def run(self, documents: Sequence[str], gaps: Sequence[str], salt: str | None) -> Sequence[int | None]:
         """Return the lengths of found documents; None: as long as a Latin text."""
-        return [self.found(text, salt) for text in documents]
-
-    def found(self, text: str, salt: str | None) -> int | None:
         if not self.exact:
-            return None if text.isascii() else self._estimate(text)
-        return self._once(salt, ("found", text), lambda: self._encode(text))
-
-    def question(self, query: str) -> int:
-        return self._builder.suffix_tokens(query)
+            return [None if text.isascii() else self._estimate(text) for text in documents]
+        return [self._once(salt, ("found", text), partial(self._encode, text)) for text in documents]
 
     def text(self, text: str) -> int:
         return self._encode(text) if self.exact else self._estimate(text)
