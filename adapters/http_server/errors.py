@@ -42,8 +42,8 @@ class HTTPError(RagorderError):
 
 
 class ErrorMiddleware:
-    """Outermost ASGI layer. An answer that has begun is cut off, so that it does not look complete. `shape` makes the
-    content of an error for its path's API."""
+    """Outermost ASGI layer, which answers with the error. An answer that has begun is cut off instead: it must not look
+    complete. `shape(path, error)` returns the content in the format of the path's API."""
 
     def __init__(self, app: ASGIApp, shape: Callable[[str, HTTPError], dict[str, Any]] | None = None) -> None:
         self._app = app
@@ -67,7 +67,7 @@ class ErrorMiddleware:
             await self._app(scope, receive, record)
             return
         except HTTPError as error:
-            # An error raised in a thread is part of a cycle, which would keep the body until garbage collection.
+            # An error raised in a thread and its traceback refer to each other, and would keep the body in memory.
             answer = error.with_traceback(None)
             answer.__context__ = None
         except Exception as error:

@@ -134,7 +134,6 @@ class RequestBody:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Cancel the block when the client disconnects."""
         with anyio.CancelScope() as block:
             watch = asyncio.create_task(self._cancel_when_gone(block))
             try:

@@ -101,8 +101,6 @@ def server_config(
 
 
 def _cancelled_quietly(app: ASGIApp) -> ASGIApp:
-    """Suppress the tracebacks of requests cancelled after the grace period."""
-
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await app(scope, receive, send)

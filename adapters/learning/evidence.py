@@ -34,9 +34,8 @@ class Evidence:
     """Proof that a separator is between documents.
 
     A boundary is proven if the text before it had two different successors, and the text after it two different
-    predecessors. One of both is not enough: a running header or a licence has many neighbours on one side. Texts are
-    identified by their next 90 characters, which may reach into the neighbour. Neighbours are compared up to the next
-    separator: after a short last line a known document would look new.
+    predecessors: a running header or a licence has many neighbours on one side. Texts are identified by their next 90
+    characters, which may reach into the neighbour; neighbours are compared up to the next separator.
     """
 
     def __init__(self, separator: str, texts: Iterable[str]) -> None:
@@ -94,7 +93,7 @@ class Evidence:
         return self._proves(boundary.before, boundary.after)
 
     def is_inner(self, boundary: Boundary) -> bool:
-        """Return whether both sides were always together while their neighbours varied: one document may have both."""
+        """Return whether both sides were always together while their neighbours varied: both may be of one document."""
         before, after = boundary.before, boundary.after
         if self._is_varied(before) or self._predecessor.get(after) is True:
             return False
@@ -113,8 +112,8 @@ class Evidence:
         return any(self._proves(before, after) for after in afters)
 
     def accepts(self, boundary: Boundary) -> bool:
-        """Return whether both sides are known; with enough marks a known and a new one are enough. An overlapping chunk
-        begins inside another one, so a known side of a weak separator proves nothing."""
+        """Return whether both sides are known, or, unless the separator is weak, one is known and the other new. A
+        chunk may begin inside another one, so one known side proves nothing at a weak separator."""
         ends, begins = self.ends(boundary.before), self.begins(boundary.after)
         if (ends and begins) or self.is_weak:
             return ends and begins

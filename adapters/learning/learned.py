@@ -41,7 +41,7 @@ class Found:
 
 
 class LearnedTemplate:
-    """Documents after `head`, separated by `separator`, before `tail`, which all have `NUMBER` for digits.
+    """Documents after `head`, separated by `separator`, before `tail`, in which `NUMBER` stands for digits.
 
     The separator's first `footer` characters belong to the document before it, because the tail begins with them; those
     from `header` on belong to the next document, because the head ends with them.
@@ -105,7 +105,6 @@ class LearnedTemplate:
         return Found(raw, [(digits.to_raw(s), digits.to_raw(e)) for s, e in spans])
 
     def is_numbered(self, digits: DigitText, ats: Iterable[int], start: int) -> bool:
-        """Return whether places are numbered in sequence, and constants are as learned."""
         slots = [
             (kind, at, at >= self.header)
             for kind, at in zip(self.kinds, self.numbers, strict=True)

@@ -44,10 +44,9 @@ class TemplateLearner:
             learner.add(texts)
         template = learner.learn()  # a LearnedTemplate, or why there is none
 
-    The longest repeat around a document includes the text after every document, that around the next one the text
-    before every document: they overlap in the separator. A form is refused if the order never varies in a circle (A
-    before B before C before A), and for lists that grow (a history) or are sorted by a number (a log). Other lists
-    whose order means something look like documents: a person decides.
+    The longest repeats around two neighbouring documents overlap in the separator. A form is refused if the order never
+    varies in a circle (A before B before C before A), and for lists that grow (a history) or are sorted by a number (a
+    log). Other lists whose order means something look like documents: a person decides.
 
     Keeps at most `most` texts. 300 prompts of 17,000 characters take seconds of processor time.
     """
@@ -109,7 +108,7 @@ class TemplateLearner:
         return found
 
     def _repeat(self, text: str, at: int, number: int, place: int) -> tuple[int, int]:
-        """Return where the text around a place that another text has too begins and ends."""
+        """Return begin and end of the text around a place that is the same around another prompt's `place`."""
         other = self._texts[number]
         return at - agreement(text, at, other, place, backwards=True), at + agreement(text, at, other, place)
 
@@ -161,8 +160,8 @@ class TemplateLearner:
         return pairs
 
     def _extended(self, separator: str) -> str:
-        """Return the separator with the text before nearly all but a text's first, and after nearly all but its
-        last."""
+        """Return the separator extended by what stands before nearly all separators but a prompt's first, and after
+        nearly all but its last."""
         evidence = Evidence(separator, self._texts)
         rows = [(text, _firm(evidence, text)) for text in self._texts]
         for step in (-1, 1):
@@ -187,7 +186,8 @@ class TemplateLearner:
         return separator.lstrip(".?!。") or separator
 
     def _edges(self, evidence: Evidence) -> tuple[_Edges, _Edges]:
-        """Return the texts before the first and after the last documents; second those at a separator."""
+        """Return the texts before the first and after the last documents, each where the document's edge is known, and
+        where only its separator is."""
         heads: _Edges = ([], [])
         tails: _Edges = ([], [])
         length = len(evidence.separator)

@@ -40,14 +40,12 @@ _FOUND = (
 class ShadowLearner:
     """Learns an application's template from requests whose documents no template finds; orders nothing. Thread-safe.
 
-    Keeps a window of at most 300 requests a tenant, 4 million characters in all, until a form is learned from it in a
-    thread, then only the form. Learning takes at most 1 ms of processor time a request on average. A form counts if a
-    later window gives the same, another tenant's if there are tenants, and if it saves 2 % of the prefill; it is
-    dropped after three windows in a row without it.
+    Keeps a window of at most 300 requests a tenant, 4 million characters in all, until a thread learns a form from it,
+    in at most 1 ms of processor time a request on average. The form is confirmed if a later window (another tenant's,
+    if there are any) gives the same, and if it saves 2 % of the prefill. It is dropped if three in a row do not.
 
-    `on_learned` gets, whenever a form is confirmed, its requests' tokens up to the last document, those cached in
-    ragorder's order and in retrieval order, and the number of requests; `warn` a sentence the first time. `processor_s`
-    is a clock of the thread's processor time.
+    For a confirmed form `on_learned` gets the tokens up to the last document, those cached in ragorder's order and in
+    retrieval order, and the number of requests; `warn` gets a sentence once.
     """
 
     def __init__(
@@ -74,7 +72,6 @@ class ShadowLearner:
 
     @classmethod
     def of(cls, metrics: Metrics, orderer: OrdererLike) -> Self:
-        """Return a learner that counts in `metrics` what it finds."""
         return cls(orderer.settings.held_tokens, partial(metrics.recognised, LEARNED), orderer.degrade)
 
     def file(self) -> str | None:

@@ -41,7 +41,6 @@ class Saving:
 
     @property
     def share(self) -> float:
-        """Share of the log's prefill that ragorder's order saves."""
         computed = self.tokens - self.retrieval_tokens
         return (self.ordered_tokens - self.retrieval_tokens) / computed if computed else 0.0
 
@@ -69,7 +68,6 @@ class Suggestion:
         return DocumentTemplate(self.form, head=self.head, between=self.between, tail=self.tail or ())
 
     def toml(self) -> str:
-        """Return the file for `ragorder serve --template FILE`."""
         names = ("form", "head", "between", "tail")
         fields = [(name, getattr(self, name)) for name in names]
         # JSON's strings are TOML's, but for a character that no template has.

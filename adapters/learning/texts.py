@@ -32,7 +32,6 @@ class DigitText:
         return min(max(position + self._shift[bisect_left(self._at, position)], 0), len(self.raw))
 
     def number(self, position: int) -> str:
-        """Return the digits of the NUMBER at a position."""
         return self.raw[self.to_raw(position) : self.to_raw(position + 1)]
 
 

@@ -71,13 +71,13 @@ _METADATA = ("litellm_metadata", "metadata")
 
 
 class OrderDocuments(CustomLogger):  # type: ignore[misc]
-    """Callback that orders documents in LiteLLM's proxy (chats, completions, messages, responses, Gemini's contents),
-    and learns from the answers. Thread-safe.
+    """Callback that orders documents in LiteLLM's proxy: of chats, completions, messages, responses and Gemini's
+    contents. Thread-safe.
 
     - `template` finds documents in messages; those in a field "ragorder" need none (docs/proxy.md)
     - `repeated` as for the proxy's `make_app`; so are a client's own breakpoints
-    - `scope` returns the tenant of LiteLLM's `UserAPIKeyAuth` (None is one, too); tenants share no order, and no client
-      can name another ("ragorder.scope", "cache_salt")
+    - `scope` returns the tenant (None is one, too) of LiteLLM's `UserAPIKeyAuth`, instead of a client's "cache_salt" or
+      "ragorder.scope"; tenants share no order
     - `marks` sets cache_control after documents for Anthropic's models, and needs an orderer with `feedback=False`
     - `clouds` order requests for their models instead, and set breakpoints by their rules
 

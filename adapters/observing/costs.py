@@ -45,8 +45,8 @@ class CostMetrics:
 
 @dataclass(frozen=True, slots=True)
 class CostStats:
-    """Costs of requests to clouds, in `tokens` at the plain price; None if not compared. Money is that of models in the
-    table of prices."""
+    """Costs of requests to clouds, in `tokens` at the plain price, and in money for models in the table of prices. The
+    other order's are None if not compared."""
 
     tokens: float
     uncached_tokens: float

@@ -94,13 +94,11 @@ class Metrics(PrometheusMetrics):
         self._watched[id(orderer)] = orderer
 
     def passed(self, reason: str) -> None:
-        """Count a request forwarded without ordering, for a reason of docs/proxy.md."""
         self._passed.labels(reason).inc()
 
     def recognised(
         self, preset: str, prompt_tokens: int, ordered_tokens: int, retrieval_tokens: int, requests: int = 1
     ) -> None:
-        """Count requests in which a preset, or the `LEARNED` form, finds documents."""
         self._recognised.labels(preset).inc(requests)
         for name, tokens in (("prompt", prompt_tokens), ("ragorder", ordered_tokens), ("retrieval", retrieval_tokens)):
             self._recognised_tokens.labels(preset, name).inc(tokens)

@@ -112,7 +112,6 @@ class Stats:
     - `cached_tokens`: of the served order, reported for `reports` requests, else predicted
     - `other_cached_tokens`: `predicted_other_tokens` of the other order, corrected by the reports, ± `error_tokens`;
       None for the reason `cannot_compare`
-    - `order_us`: percentiles
     - `reordered`: `ordered` requests with moved documents, `reordered_cold` although nothing should be cached;
       `best_moved` begin with another document than the best
     - `passed`: unchanged requests by reason, in no other figure
@@ -157,7 +156,6 @@ class Stats:
 
     @property
     def saved_share(self) -> float | None:
-        """Share of retrieval order's prefill that is saved."""
         if self.saved_tokens is None or self.other_cached_tokens is None:
             return None
         retrieval = self.cached_tokens if self.shadow else self.other_cached_tokens

@@ -183,7 +183,6 @@ def fetch_tier_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = 
 
 
 def fetch_hits(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> Hits:
-    """Return the hits of any vLLM server. Raises as `fetch_tier_stats`."""
     return Hits.of(_fetch(url, timeout_s, api_key)[1])
 
 

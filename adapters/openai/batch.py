@@ -27,7 +27,7 @@ _FORESEEN = 8
 
 
 class _QueuedRequest(NamedTuple):
-    index: int
+    number: int
     query: str
     documents: Sequence[Document]
     scope: Hashable
@@ -72,9 +72,9 @@ class BatchBacklog:
         waiting = [each.documents for each in foreseen if each.scope == taken.scope]
         try:
             question = taken.query, taken.documents, taken.scope
-            return taken.index, Call(self._setup, *question, waiting, self._options, hands_out=False)
+            return taken.number, Call(self._setup, *question, waiting, self._options, hands_out=False)
         except (TypeError, ValueError) as error:
-            return taken.index, error
+            return taken.number, error
 
     def _lengths(self, waiting: _QueuedRequest) -> Callable[[], CachedLengths]:
         _, query, documents, scope = waiting

@@ -83,9 +83,9 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
     ) -> M:
         """Yield (index, `Answer`) for each (query, documents) or (query, documents, scope), in order of completion.
 
-        Requests with the largest cached share are sent first; at most `window` later ones overtake one. A failed
-        request yields its exception, or raises it (`on_error`). Sending begins with the first `next`; closing the
-        iterator ends requests in flight. Raises TypeError or ValueError.
+        Those with the largest cached share are sent first, from the first `next` on; at most `window` later ones
+        overtake one. A failed request yields its exception, or raises it (`on_error`). Closing the iterator ends
+        requests in flight. Raises TypeError or ValueError.
         """
         return self._answer_many(BatchBacklog(self, requests, options, concurrency, window, on_error))
 
@@ -97,7 +97,7 @@ class OrderedClient(_BaseClient[Answer, OrderedStream, Generator[BatchOutcome, N
         rag.generate("Which drawer?", documents).text
 
     - `prompts`: "messages" for chat completions; "token_ids" for completions (with the served model's tokenizer).
-    - `retries` after a stream broke before the caller saw any of it; `sleep(seconds)` before each.
+    - `retries` after a stream broke before the caller saw any of it, each after `sleep(seconds)`.
     - `send_salt`: send a string scope as vLLM's `cache_salt` (at most 128 characters, without @, /, \\ and NUL).
     - `send_facts`: send document ends and a digest of the scope to a vLLM with ragorder tiers (docs/tiers.md).
     - `topic_header`: send the documents' topic in this header, for a router among replicas (docs/replicas.md).

@@ -137,7 +137,6 @@ class Conversation(Generic[A, S]):
             self._sent = {content: known[content] for content in _contents(messages) if known.get(content)}
 
     def earlier(self, history: Sequence[Message]) -> list[Document] | None:
-        """Return the documents that may be rebased: the given ones, and those sent in the history."""
         if self.rebase is None:
             return None
         sent = (self._sent.get(content, ()) for content in _contents(history))

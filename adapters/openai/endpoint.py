@@ -60,7 +60,7 @@ class ModelEndpoint:
 
 
 class UsageOption:
-    """Whether a request asks for its usage; later ones do not if the server accepts only a request that does not."""
+    """Whether a request asks for its usage. Later ones do not, once the server accepts only one that does not."""
 
     def __init__(self, endpoint: ModelEndpoint) -> None:
         self.sent = not endpoint.refuses_usage

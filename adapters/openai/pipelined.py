@@ -140,7 +140,7 @@ class SystemPrefix:
         return (question.scope, question.query) if self._asks else question.scope
 
     def is_cached(self, question: Question, /) -> bool:
-        """Return True also for a prefix shorter than a block: it cannot be cached."""
+        """Return True also for a prefix shorter than a block, for which a warm-up is useless."""
         if self._asks:
             return False
         if self._builder.prefix_tokens < self._orderer.settings.block_size:
@@ -378,9 +378,8 @@ class PipelinedClient(_BasePipelinedClient[PipelinedStream, Coroutine[Any, Any, 
         async with client, client.stream("Which drawer?") as stream:
             async for text in stream: ...
 
-    `retrieval` gets the `Question`: `plain_retrieval` (warm-ups only) or `staged_retrieval`. `report_load` polls vLLM's
-    /metrics for its number of requests during searches. Other options and errors as for `OrderedClient` and
-    `ordered_pipeline`.
+    `retrieval`: `plain_retrieval` (warm-ups only) or `staged_retrieval`. `report_load` polls the number of requests
+    from vLLM's /metrics during searches. Other options and errors as for `OrderedClient` and `ordered_pipeline`.
     """
 
     def __init__(self, client: Any, **options: Any) -> None:

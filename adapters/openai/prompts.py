@@ -171,7 +171,6 @@ class OrderedPrompts:
         )
 
     def lengths(self, question: Question, documents: Sequence[Document], /) -> Callable[[], CachedLengths]:
-        """Return what predicts the tokens that are cached and those to compute."""
         return partial(
             predict_lengths, self._orderer, documents, question.scope, self._builder.suffix_tokens(question.query)
         )
@@ -186,12 +185,15 @@ class OrderedPrompts:
         ordering = self.order(question.query, documents, question.scope, options, waiting)
         try:
             request = self._of(question, ordering)
-            if self._learn is not None and request.prompt_tokens is not None:
-                self._learn(request.prompt_tokens)
+            self.note_sent(request)
         except BaseException:
             ordering.discard()
             raise
         return _CommittedRequest(request, ordering, self.answer_length)
+
+    def note_sent(self, request: PromptRequest) -> None:
+        if self._learn is not None and request.prompt_tokens is not None:
+            self._learn(request.prompt_tokens)
 
     def _of(self, question: Question, ordering: Ordering[Document]) -> PromptRequest:
         request = self.request(question.query, ordering, question.scope, question.all_options())

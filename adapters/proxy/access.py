@@ -22,19 +22,34 @@ _READABLE = (b"access-control-allow-origin", b"*")
 _CHALLENGES = [(b"www-authenticate", b"Bearer"), (b"www-authenticate", b'Basic realm="ragorder", charset="UTF-8"')]
 
 
-class APIKeyMiddleware:
-    """Requires the key: as Bearer token, password of basic authentication (browsers) or x-api-key (Anthropic's
-    clients). CORS preflights, which browsers send without it, go to the upstream server."""
+class AccessMiddleware:
+    """Lets requests pass for which `check` raises no HTTPError, and those of `open_paths`."""
 
-    def __init__(self, app: ASGIApp, key: str, *, open_paths: frozenset[str] = frozenset()) -> None:
+    def __init__(self, app: ASGIApp, check: Callable[[Scope], None], *, open_paths: frozenset[str]) -> None:
         self._app = app
-        # Secret files often end in a newline, which no header can contain.
-        self._key = key.strip().encode()
+        self._check = check
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_checked = scope["type"] == "http" and scope["path"] not in self._open_paths
-        if is_checked and not self._has_key(scope) and not _is_preflight(scope):
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+            self._check(scope)
+        try:
+            await self._app(scope, receive, send)
+        except HTTPError as error:
+            error.headers = [*error.headers, _READABLE]
+            raise
+
+
+def key_check(key: str) -> Callable[[Scope], None]:
+    """Require the key: as Bearer token, password of basic authentication (browsers) or x-api-key (Anthropic's clients).
+    CORS preflights, which browsers send without it, go to the upstream server."""
+    # Secret files often end in a newline, which no header can contain.
+    expected = key.strip().encode()
+
+    def check(scope: Scope) -> None:
+        secrets = [_secret(value) for name, value in scope["headers"] if name == b"authorization"]
+        secrets = secrets or [value for name, value in scope["headers"] if name == b"x-api-key"]
+        if not (len(secrets) == 1 and hmac.compare_digest(secrets[0], expected)) and not _is_preflight(scope):
             raise HTTPError(
                 401,
                 "The proxy requires its API key: send it as Authorization: Bearer KEY or x-api-key: KEY (the api_key "
@@ -42,44 +57,28 @@ class APIKeyMiddleware:
                 code="invalid_api_key",
                 headers=[*_CHALLENGES, _READABLE],
             )
-        await _run(self._app, scope, receive, send)
 
-    def _has_key(self, scope: Scope) -> bool:
-        secrets = [_secret(value) for name, value in scope["headers"] if name == b"authorization"]
-        secrets = secrets or [value for name, value in scope["headers"] if name == b"x-api-key"]
-        return len(secrets) == 1 and hmac.compare_digest(secrets[0], self._key)
+    return check
 
 
-class HostMiddleware:
-    """Refuses other hosts, and web pages of other hosts (DNS rebinding), for a proxy without a key."""
+def host_check(hosts: Collection[str]) -> Callable[[Scope], None]:
+    """Refuse other hosts, and web pages of other hosts (DNS rebinding), for a proxy without a key."""
+    known = frozenset(host.lower() for host in hosts)
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str], *, open_paths: frozenset[str] = frozenset()) -> None:
-        self._app = app
-        self._hosts = frozenset(host.lower() for host in hosts)
-        self._open_paths = open_paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open_paths:
-            hosts = [value for name, value in scope["headers"] if name == b"host"]
-            if len(hosts) != 1 or self._is_foreign(b"//" + hosts[0]):
-                raise _refused("It was sent to a host", "Host", "foreign_host")
-            if any(self._is_foreign(value) for name, value in scope["headers"] if name == b"origin"):
-                raise _refused("It comes from a web page of a host", "Origin", "foreign_origin")
-        await _run(self._app, scope, receive, send)
-
-    def _is_foreign(self, address: bytes) -> bool:
+    def is_foreign(address: bytes) -> bool:
         try:
-            return b"@" in address or urlsplit(address.decode("latin-1")).hostname not in self._hosts
+            return b"@" in address or urlsplit(address.decode("latin-1")).hostname not in known
         except ValueError:
             return True
 
+    def check(scope: Scope) -> None:
+        sent_to = [value for name, value in scope["headers"] if name == b"host"]
+        if len(sent_to) != 1 or is_foreign(b"//" + sent_to[0]):
+            raise _refused("It was sent to a host", "Host", "foreign_host")
+        if any(is_foreign(value) for name, value in scope["headers"] if name == b"origin"):
+            raise _refused("It comes from a web page of a host", "Origin", "foreign_origin")
 
-async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    try:
-        await app(scope, receive, send)
-    except HTTPError as error:
-        error.headers = [*error.headers, _READABLE]
-        raise
+    return check
 
 
 def _is_preflight(scope: Scope) -> bool:

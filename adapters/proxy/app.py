@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from ragorder.adapters.cloud_orderers import CloudOrderers
 from ragorder.adapters.http_server.errors import ErrorMiddleware
 from ragorder.adapters.http_server.request_body import MemoryBudget
-from ragorder.adapters.proxy.access import APIKeyMiddleware, HostMiddleware
+from ragorder.adapters.proxy.access import AccessMiddleware, host_check, key_check
 from ragorder.adapters.proxy.admission import AdmissionQueue
 from ragorder.adapters.proxy.bodies.parsing import BodyParser, PromptLearner
 from ragorder.adapters.proxy.bodies.presets import PromptRecogniser
@@ -80,10 +80,10 @@ def make_app(
 
         app = make_app(Orderer(capacity_tokens=100_000), upstream="http://127.0.0.1:8000")
 
-    - `builder` renders tagged documents and their question; it has no system prompt.
+    - `builder` renders tagged documents and their question.
     - `tokenizer` (transformers): the served model's, and the builder's.
-    - `template` finds documents in untagged messages; the first of several that does counts.
-    - `finds_native`: order documents in the APIs' own fields and blocks, too, and translate citations.
+    - `template` finds documents in untagged messages; of several, the first that does.
+    - `finds_native`: order documents in the APIs' own fields and blocks, and translate citations.
     - `stable_tools`: sort tools by name, also without documents.
     - `on_recognised`: see `PromptRecogniser` (None: no presets); `learner` gets requests in which none finds documents.
     - `api_key` is required of clients (without it only `hosts` may be addressed); `upstream_api_key` is sent upstream.
@@ -98,8 +98,7 @@ def make_app(
     - `on_passed` gets the reason for each request forwarded without documents, `on_tbt` the mean seconds between tokens
       of each streamed answer on documents, `on_sent` each sent order (`SharedOrderer.share`).
     - `body_limit` (each) and `bodies_limit` (all together) are in bytes.
-    - `routes` are added; `background` tasks run until the end and must not raise; `make_transport` replaces the
-      connections upstream.
+    - `routes` are added; `background` tasks must not raise; `make_transport` replaces connections upstream.
 
     Raises ValueError for a builder with a system prompt, an invalid header, and `route` without a header or with a
     fleet; AddressError for a malformed address or key; TemplateError for `number_by_place` without an id, or with
@@ -191,9 +190,9 @@ def make_app(
 
     app: ASGIApp = Router([*own, *routes], redirect_slashes=False, default=proxy, lifespan=lifespan)
     if api_key is not None:
-        app = APIKeyMiddleware(app, api_key, open_paths=PROBES)
+        app = AccessMiddleware(app, key_check(api_key), open_paths=PROBES)
     elif hosts is not None:
-        app = HostMiddleware(app, hosts, open_paths=PROBES)
+        app = AccessMiddleware(app, host_check(hosts), open_paths=PROBES)
     return ErrorMiddleware(app, error_content)
 
 

@@ -38,9 +38,9 @@ class RefusedError(UpstreamError):
 
 
 class ReplicaBackoff:
-    """Time for which a replica gets no requests if others are available: that of Retry-After in a 429 or 503, at most
-    ten minutes, and one second after five failures in a row (500, 502, 503, 504, broken connections). One request then
-    probes the server; if it fails the backoff doubles, up to a minute. Any other answer ends it."""
+    """Time for which a replica gets no requests if others are available: as Retry-After says in a 429 or 503, at most
+    ten minutes; and one second after five failures in a row (500, 502, 503, 504, broken connections). Then one request
+    probes the server; a failure doubles the backoff, up to a minute, any other answer ends it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -141,9 +141,9 @@ class Fleet:
         fleet = Fleet([ReplicaAddress("http://gpu1:8000", Orderer()), ReplicaAddress("http://gpu2:8000", Orderer())])
         make_app(Orderer(), upstream=fleet)
 
-    A draining replica gets no requests, and ends its own. A failed one gets none until it answers its health check,
-    every `check_s` seconds, one in backoff none for that time. If all are in backoff, the shortest one's replica is
-    used; if all have failed, any. Raises ValueError for no replicas, or a repeated one.
+    No new requests go to a draining replica, to a failed one until it answers its health check (every `check_s`
+    seconds), and to one in backoff. If all are in backoff, the first that will be ready is used; if all have failed,
+    any. Raises ValueError for no replicas, or a repeated one.
     """
 
     def __init__(

@@ -31,7 +31,6 @@ _LONGEST = 1024
 
 
 def ranks_value(ranks: Sequence[int]) -> bytes | None:
-    """Return ranks as a header's value, or None if that is too long."""
     value = ",".join(map(str, ranks)).encode()
     return value if len(value) <= _LONGEST else None
 
@@ -165,7 +164,6 @@ class OrderedRequest(SentRequest):
             self._ordering.readable()
 
     def end(self) -> None:
-        """An error here does not fail the answer."""
         ordering, reader = self._ordering, self._reader
         if ordering is None:
             return
@@ -234,7 +232,6 @@ class RequestOrderer:
         return CachedLengths(cached_tokens, end + (0 if follows else parsed.suffix_tokens) - cached_tokens)
 
     def order(self, parsed: ParsedBody, upcoming: Sequence[ParsedBody] = ()) -> OrderedRequest:
-        """`upcoming` requests count if they have the same scope."""
         if parsed.left is not None:
             content = parsed.render(range(len(parsed.documents)), ())
             return OrderedRequest(content, None, 1, self._answer_length, named=parsed.named)

@@ -45,8 +45,8 @@ class _Counted(NamedTuple):
 
 
 class History:
-    """Cached share of each order over time, of the requests that ended since the point before: the last 900 points, one
-    for two seconds in which requests ended. Thread-safe.
+    """Cached share of each order over time: the last 900 points, each of the requests that ended within two seconds.
+    Thread-safe.
 
         history = History(lambda: Stats.of(metrics.whole.collect()))"""
 
@@ -174,8 +174,6 @@ _PATH = "/ragorder/replicas"
 
 
 def replica_routes(fleet: Fleet) -> list[Route]:
-    """Return GET /ragorder/replicas, and POST /ragorder/replicas/N/drain and …/resume with the same answer."""
-
     async def show(_: Request) -> JSONResponse:
         return JSONResponse({"replicas": fleet.as_json()}, headers={"Cache-Control": "no-store"})
 

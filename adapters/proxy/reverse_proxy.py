@@ -185,8 +185,6 @@ def with_length(headers: Headers, body: bytes) -> Headers:
 
 
 class ClientAnswer:
-    """Answer on its way to the client, read for its usage and translated."""
-
     def __init__(self, send: Send, sent: SentRequest | None) -> None:
         self._send = send
         self._sent = sent

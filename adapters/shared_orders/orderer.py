@@ -247,10 +247,10 @@ class SharedOrderer(Orderer):
 
         orderer = SharedOrderer("redis://127.0.0.1:6379/0", capacity_tokens=262_144)
 
-    Orders go, without texts, into a `stream` for each engine on a Valkey or Redis server. The other processes add them
-    to their trees; a new process reads the last 10,000. Ordering reads memory only. Without the server each process
-    continues alone, with one `DegradedWarning`, and catches up later. With `at_once=False` only `share` shares an order
-    (`make_app(on_sent=orderer.share)`). Raises as `OrderLog`.
+    Orders, without texts, go into a `stream` for each engine on a Valkey or Redis server, and from it into the trees of
+    the other processes; a new process reads the last 10,000. Ordering never waits for the server: without it each
+    process continues alone, with one `DegradedWarning`, and catches up later. With `at_once=False` only `share` shares
+    an order (`make_app(on_sent=orderer.share)`). Raises as `OrderLog`.
     """
 
     _clones: tuple[ref[Orderer], ...] = ()
@@ -280,7 +280,6 @@ class SharedOrderer(Orderer):
     def share(
         self, documents: Sequence[Any], permutation: Sequence[int], *, scope: Hashable = None, lengths: Lengths = USUAL
     ) -> None:
-        """Share the order in which documents are sent, by their ranks."""
         given: list[Any] = list(documents)
         if not given:
             return

@@ -121,7 +121,7 @@ class TestValues:
         bodies = make()
         for order in ("ab", "ba"):
             content = "".join(document(name, name * 400) for name in order)
-            sent = bodies.sent({**names, "messages": [{"role": "user", "content": content}]})
+            sent = bodies.forwarded({**names, "messages": [{"role": "user", "content": content}]})
         assert sent["messages"][0]["content"].startswith(document("a", "a" * 400))
         assert sent.keys() == {*names, "messages"}
 
@@ -183,7 +183,7 @@ class TestLoneSurrogates:
     def test_tagged_ones_reach_the_prompt(self, cut: str) -> None:
         documents = [{"id": name, "text": name + cut} for name in "ab"]
         body = {"messages": [], "ragorder": {"documents": documents, "query": cut + "?"}}
-        (message,) = make().sent(body)["messages"]
+        (message,) = make().forwarded(body)["messages"]
         assert [each in message["content"] for each in ("a" + cut, "b" + cut, cut + "?")] == [True] * 3
 
     @pytest.mark.parametrize("cut", [b"\\ud83d", b"\\uD83D"])
@@ -198,7 +198,7 @@ class TestLoneSurrogates:
         bodies = make()
         for order in ("ab", "ba"):
             body = {"messages": [{"role": "user", "content": told(own, order)}]}
-            assert bodies.sent(body)["messages"][0]["content"] == told(own)
+            assert bodies.forwarded(body)["messages"][0]["content"] == told(own)
         mixed = json.dumps({"messages": [{"role": "user", "content": told(own + "\ud83d")}]}).encode()
         assert make().ordered(mixed) == mixed
 
@@ -206,7 +206,7 @@ class TestLoneSurrogates:
         bodies = make()
         for order in ("ab", "ba"):
             parts = [{"type": "text", "text": document(name, name * 400 + "\ud800")} for name in order]
-            sent = bodies.sent({"messages": [{"role": "user", "content": parts}]})
+            sent = bodies.forwarded({"messages": [{"role": "user", "content": parts}]})
         texts = [each["text"] for each in sent["messages"][0]["content"]]
         assert texts == [document(name, name * 400 + "\ud800") for name in "ab"]
 

@@ -275,7 +275,7 @@ def prompt(*documents: list[dict[str, Any]], role: str = "user") -> dict[str, An
 def sent(*bodies: dict[str, Any], route: Route = "chat", **options: Any) -> dict[str, Any]:
     """The last of several bodies, as it is sent."""
     orders = Bodies(TEMPLATE, **options)
-    found: dict[str, Any] = [orders.sent(body, route) for body in bodies][-1]
+    found: dict[str, Any] = [orders.forwarded(body, route) for body in bodies][-1]
     return found
 
 

@@ -87,7 +87,7 @@ class TestWhereDocumentsStand:
         route, body = LAYOUTS[where]
         bodies = Bodies(TEMPLATE)
         for names in ("abc", "dcba", "bad"):
-            sent = bodies.sent(body(names), route)
+            sent = bodies.forwarded(body(names), route)
         assert sent == body("abd")
 
     def test_what_a_model_has_reasoned_is_left_alone(self) -> None:
@@ -95,7 +95,7 @@ class TestWhereDocumentsStand:
         for names in ("abc", "cba"):
             reasoned = {"type": "reasoning", "id": "rs_1", "content": [part(written("ed"), "reasoning_text")]}
             body = responses([user("?"), reasoned, CALL, call_output(written(names))])
-            sent = bodies.sent(body, "responses")
+            sent = bodies.forwarded(body, "responses")
         assert sent == responses([user("?"), reasoned, CALL, call_output(written("abc"))])
 
     @pytest.mark.parametrize("where", LAYOUTS)
@@ -130,15 +130,15 @@ class TestWhereDocumentsStand:
     def test_what_stands_in_front_of_them_separates(self, where: str, change: dict[str, Any]) -> None:
         route, body = LAYOUTS[where]
         bodies = Bodies(TEMPLATE)
-        bodies.sent(body("abc"), route)
+        bodies.forwarded(body("abc"), route)
         other = body("cba") | change
-        assert bodies.sent(other, route) == other
+        assert bodies.forwarded(other, route) == other
 
     def test_the_same_text_as_input_or_in_a_message_is_not_the_same_prompt_of_another_route(self) -> None:
         bodies = Bodies(TEMPLATE)
-        bodies.sent({"model": "gpt", "messages": [user(written("abc"))]})
+        bodies.forwarded({"model": "gpt", "messages": [user(written("abc"))]})
         other = responses([user(written("cba"))])
-        assert bodies.sent(other, "responses") == other
+        assert bodies.forwarded(other, "responses") == other
 
     def test_an_answer_that_quotes_documents_is_left_alone(self) -> None:
         bodies = Bodies(TEMPLATE)
@@ -172,7 +172,7 @@ class TestTagged:
     def test_documents_and_question_become_one_more_message(self) -> None:
         bodies = Bodies()
         for names in ("abc", "cba"):
-            sent = bodies.sent(messages(user("Hello"), system="Be brief.", ragorder=tag(names)), "messages")
+            sent = bodies.forwarded(messages(user("Hello"), system="Be brief.", ragorder=tag(names)), "messages")
         assert sent == messages(user("Hello"), user(self.turn("abc")), system="Be brief.")
 
     @pytest.mark.parametrize(
@@ -183,20 +183,20 @@ class TestTagged:
     def test_they_follow_the_input_of_a_response(self, input: Any, sent: list[Any]) -> None:
         body = responses(input, instructions="Be brief.", ragorder=tag("abc"))
         expected = responses([*sent, user(self.turn("abc"))], instructions="Be brief.")
-        assert Bodies().sent(body, "responses") == expected
+        assert Bodies().forwarded(body, "responses") == expected
 
     def test_no_input_is_the_turn_alone(self) -> None:
-        sent = Bodies().sent({"ragorder": tag("ab"), "prompt_cache_key": "k"}, "responses")
+        sent = Bodies().forwarded({"ragorder": tag("ab"), "prompt_cache_key": "k"}, "responses")
         assert sent == {"input": [user(self.turn("ab"))], "prompt_cache_key": "k"}
 
     def test_the_tenant_is_sent_as_salt(self) -> None:
         body = messages(ragorder=tag("ab") | {"scope": "acme"})
-        assert Bodies().sent(body, "messages")["cache_salt"] == "acme"
+        assert Bodies().forwarded(body, "messages")["cache_salt"] == "acme"
 
     @pytest.mark.parametrize(("route", "field"), [("messages", "messages"), ("responses", "input")])
     def test_a_malformed_prompt_is_refused_by_name(self, route: Any, field: str) -> None:
         with pytest.raises(HTTPError) as caught:
-            Bodies().sent({field: 3, "ragorder": tag("ab")}, route)
+            Bodies().forwarded({field: 3, "ragorder": tag("ab")}, route)
         assert caught.value.content["error"]["param"] == field
 
     def test_citation_labels_are_of_the_text_and_not_of_the_place(self) -> None:
@@ -204,7 +204,7 @@ class TestTagged:
         bodies = Bodies(builder=builder)
         labels: dict[str, set[str]] = {}
         for names in ("abc", "cab"):
-            content = bodies.sent(messages(ragorder=tag(names)), "messages")["messages"][0]["content"]
+            content = bodies.forwarded(messages(ragorder=tag(names)), "messages")["messages"][0]["content"]
             for line in content.splitlines()[:3]:
                 label, _, text = line.partition("] ")
                 labels.setdefault(text[0], set()).add(label)
@@ -218,18 +218,18 @@ class TestCacheKey:
         keys = set()
         for names in ("abc", "cba", "bca"):
             body = {"model": "gpt", "input": written(names), **given}
-            keys.add(bodies.sent(body, "responses")["prompt_cache_key"])
+            keys.add(bodies.forwarded(body, "responses")["prompt_cache_key"])
         parsed = bodies.found(body, "responses")
         (key,) = keys
         assert key == bodies.orderer.topic(parsed.documents, scope=parsed.scope)
         assert len(key) <= 64
 
     def test_the_clients_own_stays(self) -> None:
-        assert Bodies(TEMPLATE).sent(responses(written("ab")), "responses")["prompt_cache_key"] == "mine"
+        assert Bodies(TEMPLATE).forwarded(responses(written("ab")), "responses")["prompt_cache_key"] == "mine"
 
     def test_is_not_set_without_documents_nor_in_chats(self) -> None:
         bodies = Bodies(TEMPLATE)
-        assert "prompt_cache_key" not in bodies.sent({"input": "Hello"}, "responses")
+        assert "prompt_cache_key" not in bodies.forwarded({"input": "Hello"}, "responses")
         chat = json.dumps({"messages": [user(written("ab"))]}).encode()
         assert bodies.ordered(chat, "chat") == chat
 
@@ -277,7 +277,7 @@ class TestMarks:
 
         def sent(names: str) -> Any:
             body = messages(user([part(each) for each in map(written, names)]), system=[part("s", cache_control=MARK)])
-            return bodies.sent(body, "messages")
+            return bodies.forwarded(body, "messages")
 
         assert (sent("abc") == sent("cba")) == ordered
 

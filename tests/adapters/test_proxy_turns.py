@@ -105,7 +105,7 @@ class TestPredictions:
         for names in ("abc", "cab"):
             turns = [message for _ in range(200) for message in (assistant("Yes."), user("And?"))]
             body = {"max_tokens": 1, "messages": [user(f"{written(names)}\nWhich?"), *turns]}
-            sent = super(Proxy, proxy).sent(body)["messages"]
+            sent = proxy.forwarded(body)["messages"]
         assert sent[0]["content"].startswith(written("abc"))
 
 

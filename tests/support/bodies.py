@@ -53,7 +53,7 @@ class Bodies:
         parsed = self.parse(route, content)
         return content if parsed is None else self.order(parsed).take_body()
 
-    def sent(self, body: Any, route: Route = "chat") -> Any:
+    def forwarded(self, body: Any, route: Route = "chat") -> Any:
         """As `ordered`, of JSON."""
         return json.loads(self.ordered(json.dumps(body).encode(), route))
 

@@ -112,7 +112,6 @@ class Body:
         raise NotImplementedError
 
     def is_turn(self, passage: Passage) -> bool:
-        """Return whether later requests repeat the passage."""
         return False
 
     def is_history(self, passage: Passage) -> bool:

@@ -125,7 +125,6 @@ class ChatBody(Body):
     def mark_around(
         self, passage: Passage | None, form: MarkForm, *, front: bool = False, ends: Sequence[int] = ()
     ) -> None:
-        """Set the breakpoints that are not at documents, and the fields that come with breakpoints."""
         if front:
             self.mark_front(passage, form)
         self._mark([(place, None) for place in ends], form)

@@ -60,7 +60,6 @@ class NativeDocuments:
     field: str = ""
 
     def marked(self, permutation: Sequence[int], marked: Collection[int], form: MarkForm | None) -> list[Raw]:
-        """Return the documents in an order, with a breakpoint after each of the `marked` numbers of them."""
         ordered = [self.items[rank] for rank in permutation]
         for place in marked if form is not None else ():
             if place and form is not None:
@@ -174,8 +173,8 @@ def _putter(body: MessagesBody, passage: Passage, blocks: Sequence[Raw], cited: 
 
 
 def documents_in_parts(body: ChatBody, template: DocumentTemplate) -> NativeDocuments | None:
-    """Return documents that are content parts, with the pictures after them, or None. Texts that differ in nothing else
-    are not moved as parts."""
+    """Return documents that are content parts, with the pictures after them, or None. Parts that differ in their texts
+    alone are one passage instead."""
     messages = body.prefix().messages
     for place, raw in enumerate(messages):
         message = decode(raw, _Part) or _Part()
@@ -215,7 +214,6 @@ def _clear_units(units: list[list[Raw]]) -> list[list[Raw]]:
 
 
 def _differ(parts: Sequence[Raw]) -> bool:
-    """Return whether texts differ in more than the text."""
     attributes = [(decode(part, Fields) or {}) | {"text": _NULL} for part in parts]
     return any(each != attributes[0] for each in attributes)
 

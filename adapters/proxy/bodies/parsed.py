@@ -55,7 +55,7 @@ class ParsedBody:
       follow, if it takes `marks`
     - `suffix_tokens` follow the last document, `gaps` are between documents
     - `error`: why the prefix could not be read
-    - `sent`, for an earlier turn, returns the order in which its documents were sent, or None if unknown
+    - `sent` returns the order in which an earlier turn's documents were sent, or None if unknown
     - `named`: ranks of the last message's documents that are named instead of sent
     - `orderer`: that of a cloud's model
     - `question`: the text after the documents, in segments that later requests repeat

@@ -185,14 +185,14 @@ class BodyParser:
         return found
 
     def _in_parts(self, body: Body, template: DocumentTemplate, by: MarkedBy) -> NativeDocuments | None:
-        """Return documents that are content parts. Breakpoints, and numbers in the texts, would not move with them."""
+        """Return documents that are content parts; None with breakpoints, or numbers in texts, which would not move."""
         is_plain = by == MarkedBy() and self._repeated is None and not self._by_place and not self._send_facts
         if not is_plain or template.shows_number or not isinstance(body, ChatBody):
             return None
         return _native(body, partial(documents_in_parts, template=template))
 
     def _recognise(self, body: Body, content: bytes, by: MarkedBy) -> None:
-        """Count what a preset would save, or learn from the request. Errors do not concern it."""
+        """Count what a preset would save, or learn from the request. Errors do not fail it."""
         if self._recogniser is None or by.left is not None:
             return
         with suppress(Exception):
@@ -239,7 +239,6 @@ class BodyParser:
         return self._parsed(body, documents, self._builder.suffix_tokens(tagged.query), render, salt, prefix, **facts)
 
     def _pieces(self, documents: Sequence[Document], turn: str) -> list[str] | None:
-        """Return the turn divided at its documents, or None if escapes cross their boundaries."""
         texts = [self._builder.document_text(each) for each in documents]
         if not texts or not turn.startswith("".join(texts)):
             return None
@@ -377,7 +376,7 @@ class BodyParser:
         prefix: PromptPrefix,
         **facts: Any,
     ) -> ParsedBody:
-        """`facts` are further fields, because a copy of a `ParsedBody` takes as long as a document's digest."""
+        """`facts` are further fields: adding them in a copy would take as long as a document's digest."""
         scope, prefix_tokens, failure = b"", 0, None
         try:
             scope = scope_of(body, salt, prefix)

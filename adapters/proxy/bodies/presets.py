@@ -161,7 +161,6 @@ class PromptRecogniser:
         return False
 
     def hint(self) -> str:
-        """Return advice for the most frequent preset, or ""."""
         if not self._requests:
             return ""
         name = self._requests.most_common(1)[0][0]

@@ -214,7 +214,6 @@ class DocumentTemplate:
         return "n" in self._fields
 
     def reads(self, role: str) -> bool:
-        """Return whether messages of this role are searched."""
         return role != "assistant"
 
     def find(self, text: str) -> DocumentRun | None:
@@ -237,7 +236,6 @@ class DocumentTemplate:
         return next(self.spans(text), None) is not None
 
     def is_one(self, text: str) -> bool:
-        """Return whether a text is one document and white space."""
         spans = list(islice(self.spans(text), 2))
         return len(spans) == 1 and _is_blank(text, 0, spans[0][0]) and _is_blank(text, spans[0][1], len(text))
 
@@ -324,7 +322,6 @@ class DocumentTemplate:
         return start, stop, ends
 
     def _marked(self, text: str, start: int, stop: int) -> Iterator[_Span]:
-        """Yield documents between marks that alternate."""
         opening, closing = self._opening, self._closing
         opened_at, ended_at = opening.find(text, start, stop), -1
         while opened_at >= 0:

@@ -65,7 +65,6 @@ class TokenCounter:
         self._scales: deque[float] = deque(maxlen=_SAMPLES)
 
     def tagged(self, document: Document, salt: str | None, *, numbered: bool) -> int:
-        """Return the length of a tagged document, whose id is its place if `numbered`."""
         if not self.exact:
             if document.tokens is not None:
                 return document.tokens
@@ -119,7 +118,6 @@ class TokenCounter:
         return -(-characters // 4)
 
     def rendered(self, body: Body, prefix: PromptPrefix) -> str | None:
-        """Return what the chat template makes of a chat's prefix, or None if unknown."""
         # Tools and tool results of protocols other than chats have a form in the template that only the server knows.
         if not self.exact or prefix.parts or (body.route != "chat" and "tools" in body.fields):
             return None
@@ -159,7 +157,6 @@ class TokenCounter:
 
 
 def size_of(tokens: int) -> int:
-    """Return the bytes of the tokens kept with their number."""
     return tokens.size if isinstance(tokens, KnownTokens) else 0
 
 

@@ -87,7 +87,6 @@ class SentTurns:
             self._put(sent, range(len(permutation)))
 
     def sent(self, own: bytes, count: int) -> Sequence[int] | None:
-        """Return the order in which a message's `count` documents were sent, or None if unknown."""
         known = self._orders.get(own)
         return known if known is not None and len(known) == count else None
 
