@@ -22,10 +22,11 @@ from ragorder import Orderer
 
 pytest.importorskip("starlette")
 
-from support.requests import CHAT, echo, proxy_to
+import httpx2
 
-from ragorder.adapters.proxy import DocumentTemplate
+from ragorder.adapters.proxy import DocumentTemplate, make_app
 
+CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MESSAGES = "/v1/messages"
 RESPONSES = "/v1/responses"
@@ -54,6 +55,18 @@ class Sent:
 class Got:
     status: int = 0
     body: bytes = b""
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """The far end: answers with what it got."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        await asyncio.sleep(0)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+    await send({"type": "http.response.body", "body": body})
 
 
 async def ask(app: Any, sent: Sent) -> Got:
@@ -233,7 +246,13 @@ def check(sent: Sent, got: Got) -> None:
 
 
 def make(orderer: Orderer, **options: Any) -> Any:
-    return proxy_to(echo, orderer, template=DocumentTemplate(TEMPLATE), **options)
+    return make_app(
+        orderer,
+        upstream="http://far.end",
+        template=DocumentTemplate(TEMPLATE),
+        make_transport=lambda: httpx2.ASGITransport(echo),
+        **options,
+    )
 
 
 def fuzzed(examples: int) -> Any:

@@ -19,6 +19,7 @@ from ragorder.adapters.observing.observed import Observation, ObservedOrderer
 from ragorder.adapters.proxy.bodies.lists import list_templates
 from ragorder.adapters.proxy.bodies.parsed import ParsedBody
 from ragorder.adapters.proxy.bodies.template import DocumentTemplate, TemplateError
+from ragorder.adapters.structs import readable_by_threads
 from ragorder.orderer import Orderer
 from ragorder.ordering import RequestOutcome
 from ragorder.scope.request import Lengths
@@ -27,6 +28,7 @@ from ragorder.settings import Settings
 AUTO, JSON, MEMORIES, NONE = "auto", "json", "memories", "none"
 
 
+@readable_by_threads
 class Preset(Struct, frozen=True, forbid_unknown_fields=True):
     """Template of an application, an entry of presets.toml. A user's file has `form` and, if needed, `head`, `between`
     and `tail`."""
