@@ -16,14 +16,14 @@ _MAX_QUEUED = 16
 
 
 class AppTransport(httpx2.AsyncBaseTransport):
-    """Transport that calls an ASGI application and streams its responses. Closing a response, or cancelling the wait
-    for it, cancels the application."""
+    """Calls an ASGI application and streams its responses. Closing a response, or cancelling the wait for it, cancels
+    the application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Raises httpx2.ReadTimeout, or httpx2.RemoteProtocolError if the application breaks off."""
+        """Raises ReadTimeout, or RemoteProtocolError if the application breaks off."""
         exchange = _Exchange(self._app, request)
         try:
             start = await exchange.next_message()
@@ -77,7 +77,7 @@ class _Exchange(httpx2.AsyncByteStream):
 
 
 async def _nothing() -> AsyncIterator[bytes]:
-    """Wait forever: a disconnecting client sends no message, but cancels the application."""
+    """Wait forever: a client that disconnects cancels the application instead of sending a message."""
     await asyncio.Event().wait()
     yield b""
 

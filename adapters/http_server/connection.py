@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections with timeouts, optional encryption, and a limit."""
+"""HTTP/1.1 connections with timeouts, a limit, and optional encryption."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ _TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-lengt
 def timed_connections(
     client_s: float, limit: int, *, probes: Collection[str] = (), encryption: ssl.SSLContext | None = None
 ) -> type[H11Protocol]:
-    """Return a uvicorn protocol for at most `limit` connections; above it only `probes` (paths) are answered. A client
-    has `client_s` seconds for headers, for the rest of an answered body, and to take a piece of the answer. uvicorn's
-    own `encryption` would neither count nor time a connection before the end of its handshake."""
-    idle: OrderedDict[TimedConnection, None] = OrderedDict()
-    options = {"client_s": client_s, "limit": limit, "probes": frozenset(probes), "idle": idle}
-    return type("Connection", (TimedConnection,), {**options, "encryption": encryption})
+    """Return a uvicorn protocol for at most `limit` connections; above it only the paths `probes` are answered. A
+    client has `client_s` seconds for its headers, for the rest of an answered body, and to take a piece of the answer.
+    uvicorn's own encryption would neither count nor time connections during their handshake."""
+    options = {"client_s": client_s, "limit": limit, "probes": frozenset(probes), "encryption": encryption}
+    return type("Connection", (TimedConnection,), {**options, "idle": OrderedDict()})
 
 
 class TimedConnection(H11Protocol):
-    """Connection with timeouts. At the limit a new one replaces the one without a complete request for longest."""
+    """At the limit a new connection replaces the one that has been without a complete request for longest."""
 
     client_s: ClassVar[float]
     limit: ClassVar[int]
@@ -166,7 +165,7 @@ class TimedConnection(H11Protocol):
 
 
 class _Begun:
-    """Awaitable that takes a coroutine's first step at once, as tasks can from Python 3.12 on (`eager_start`)."""
+    """Awaitable that takes a coroutine's first step at once, as a task with Python 3.12's `eager_start`."""
 
     def __init__(self, coroutine: Coroutine[Any, None, Any]) -> None:
         self._coroutine = coroutine

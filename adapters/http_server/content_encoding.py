@@ -1,4 +1,4 @@
-"""Compressed request bodies: gzip, deflate, and zstd and br if installed."""
+"""Compressed request bodies: gzip, deflate, and if installed zstd and br."""
 
 from __future__ import annotations
 
@@ -33,16 +33,15 @@ def check_encoding(encoding: str) -> None:
     """Raises HTTPError for an encoding that is not decoded."""
     if is_decodable(encoding):
         return
-    known = ", ".join(_decodable())
-    package = _PACKAGES.get(encoding)
-    package = "" if package is None else f" ({encoding}: install the package {package} beside the server)"
-    message = f"The body has an unsupported Content-Encoding: send it uncompressed, or as {known}{package}."
+    known, package = ", ".join(_decodable()), _PACKAGES.get(encoding)
+    advice = f" ({encoding}: install the package {package} beside the server)" if package else ""
+    message = f"The body has an unsupported Content-Encoding: send it uncompressed, or as {known}{advice}."
     headers = [(b"accept-encoding", known.encode()), (b"connection", b"close")]
     raise HTTPError(415, message, code="unknown_encoding", headers=headers)
 
 
 def decoded(body: bytes, encoding: str) -> Iterator[bytes]:
-    """Yield pieces of bounded length, some empty, each made when it is requested. Raises HTTPError for damaged data."""
+    """Yield pieces of bounded length, some empty, each decoded on request. Raises HTTPError for damaged data."""
     if not body:
         return
     try:
@@ -64,7 +63,7 @@ def _decodable() -> list[str]:
 
 @cache
 def _has_brotli() -> bool:
-    """Return whether brotli is installed, in a version whose decoder takes a limit."""
+    """Return whether brotli is installed in a version whose decoder takes a limit."""
     if find_spec("brotli") is None:
         return False
     import brotli

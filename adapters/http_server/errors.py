@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format or a route's own, and their middleware."""
+"""HTTP errors as JSON, and the middleware that sends them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _logger = logging.getLogger("ragorder")
 
 
 class HTTPError(RagorderError):
-    """The server's own answer. `message` says what to change and quotes no prompt; `param` names a body's field."""
+    """An error that the server answers itself. `message` says what to change, without quoting a prompt; `param` names a
+    field of the body. `content` is the answer in OpenAI's format."""
 
     def __init__(
         self,
@@ -41,8 +42,8 @@ class HTTPError(RagorderError):
 
 
 class ErrorMiddleware:
-    """Outermost ASGI layer. An answer that has begun is cut off, so that it does not look complete. `shape` returns the
-    content of an error on a path."""
+    """Outermost ASGI layer, which answers with the error. An answer that has begun is cut off instead: it must not look
+    complete. `shape(path, error)` returns the content in the format of the path's API."""
 
     def __init__(self, app: ASGIApp, shape: Callable[[str, HTTPError], dict[str, Any]] | None = None) -> None:
         self._app = app
@@ -66,7 +67,7 @@ class ErrorMiddleware:
             await self._app(scope, receive, record)
             return
         except HTTPError as error:
-            # An error raised in a thread is part of a cycle, which would keep the body until garbage collection.
+            # An error raised in a thread and its traceback refer to each other, and would keep the body in memory.
             answer = error.with_traceback(None)
             answer.__context__ = None
         except Exception as error:

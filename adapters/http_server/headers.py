@@ -1,4 +1,4 @@
-"""Header access, and hop-by-hop headers (RFC 9110 7.6.1)."""
+"""Access to headers, whose names are in lower case."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HOP_BY_HOP = frozenset(
 
 
 def end_to_end(headers: Iterable[tuple[bytes, bytes]], *dropped: bytes) -> Headers:
-    """Names become lower case."""
+    """Return the headers in lower case, without `dropped` and hop-by-hop ones (RFC 9110 7.6.1)."""
     lowered = [(name.lower(), value) for name, value in headers]
     left_out = _HOP_BY_HOP.union(dropped)
     for name, value in lowered:
@@ -23,7 +23,6 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]], *dropped: bytes) -> Heade
 
 
 def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
-    """Return the first value. Names are in lower case, here and below."""
     return next((value for each, value in headers if each == name), None)
 
 

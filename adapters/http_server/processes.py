@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import Protocol
 
 from ragorder.adapters.http_server.server import listen
 from ragorder.errors import RagorderError
@@ -27,11 +26,8 @@ _WITHIN_S = 60.0
 _ENDING_S = 5.0
 
 
-class Serve(Protocol):
-    def __call__(
-        self, listening: socket.socket, on_started: Callable[[], None], is_orphaned: Callable[[], bool]
-    ) -> None:
-        """Serve until SIGTERM, or until the supervisor has died, which must be checked now and then."""
+Serve = Callable[[socket.socket, Callable[[], None], Callable[[], bool]], None]
+"""Serves a listening socket, and says when it has started, until SIGTERM or until it is orphaned, which it polls."""
 
 
 class WorkerError(RagorderError):
@@ -39,12 +35,12 @@ class WorkerError(RagorderError):
 
 
 class Supervisor:
-    """Supervisor of one serving process for each of the sockets of one port.
+    """Runs a serving process for each socket of a port, and replaces one that dies.
 
         Supervisor(listen_together("127.0.0.1", 8100, 2), serve, grace_s=30).run(on_started=say)
 
-    A worker that dies is replaced. SIGTERM and SIGINT end all: requests in flight have `grace_s` seconds. `on_ended`
-    gets the id of each ended process. Workers are forked, so that data loaded at the start exists once."""
+    SIGTERM and SIGINT end all: requests in flight have `grace_s` seconds. `on_ended` gets the id of each ended process.
+    Workers are forked, so that they share the data loaded before."""
 
     def __init__(
         self,
@@ -141,7 +137,7 @@ class Supervisor:
 
 
 def listen_together(host: str, port: int, count: int) -> list[socket.socket]:
-    """Return sockets of one port, among which the system spreads connections. Raises OSError."""
+    """Return sockets of one port; the system spreads connections among them. Raises OSError."""
     # A port shared by other sockets counts as taken as well.
     with listen(host, port) as alone:
         port = alone.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Bounded request bodies, and detection of client disconnects."""
+"""Bounded reading of request bodies, and detection of disconnects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ragorder.errors import RagorderError
 
 
 class MemoryBudget:
-    """At most `limit` bytes of bodies; a single body is always admitted."""
+    """At most `limit` bytes for the bodies of all requests; a body that is alone may have more."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -66,8 +66,8 @@ class ClientGoneError(RagorderError):
 
 
 class RequestBody:
-    """Body of at most `limit` bytes, decoded if it has an `encoding`; `share` counts the bytes kept. More than
-    `client_s` seconds for 256 KiB, or for the end, is a 408."""
+    """Body of at most `limit` bytes, decoded if it has an `encoding`; `share` counts the bytes kept. A client that
+    takes more than `client_s` seconds for 256 KiB gets a 408."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class RequestBody:
         self._declared = header(headers, b"content-length")
 
     async def read(self) -> bytes:
-        """Raises HTTPError for two lengths, and a long, slow or damaged body; ClientGoneError."""
+        """Raises ClientGoneError, and HTTPError for two lengths and for a long, slow or damaged body."""
         body = await self._received_whole()
         return body if self._encoding is None else await self._decoded(body, self._encoding)
 
@@ -124,7 +124,7 @@ class RequestBody:
             self._share.add(-len(body))
 
     async def stream(self) -> AsyncIterator[bytes] | None:
-        """Return the chunks, or None for a request without a body. Raises HTTPError, for the headers at once."""
+        """Return the chunks, or None without a body. Raises HTTPError, for wrong headers at once."""
         self._check_declared()
         if self.chunked or (self._declared or b"0").strip(b"0"):
             return self._pieces()
@@ -134,7 +134,6 @@ class RequestBody:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Cancel the block when the client disconnects."""
         with anyio.CancelScope() as block:
             watch = asyncio.create_task(self._cancel_when_gone(block))
             try:

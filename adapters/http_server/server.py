@@ -1,4 +1,4 @@
-"""An ASGI application served by uvicorn on a socket, and its access log."""
+"""Serving of an ASGI application by uvicorn, and its access log."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ragorder.adapters.http_server.connection import HEAD_LIMIT, timed_connectio
 
 
 class Certificate(NamedTuple):
-    """Files in PEM format; without `key` the first one has both."""
+    """PEM files; without `key` the first one has both."""
 
     file: Path
     key: Path | None = None
 
     def context(self) -> ssl.SSLContext:
-        """Raises OSError for unreadable files, ValueError for files without a certificate and its key."""
+        """Raises OSError, or ValueError for files without a certificate and its key."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             # Without a password OpenSSL would ask for one on the terminal.
@@ -56,24 +56,16 @@ def run_server(
     app: ASGIApp,
     listening: socket.socket,
     *,
-    grace_s: int,
-    client_s: float = 30.0,
-    connections: int = 1024,
-    probes: Collection[str] = (),
-    certificate: Certificate | None = None,
     on_started: Callable[[], None] = lambda: None,
     on_tick: Callable[[int], bool] = lambda count: False,
+    **options: Any,
 ) -> None:
-    """Serve until the process is stopped, or until `on_tick`, called ten times a second, returns True; requests in
-    flight then have `grace_s` seconds. See `timed_connections`."""
-    connections = min(connections, _allow_many_connections())
+    """Serve, with the options of `server_config`, until the process is stopped, or until `on_tick`, called ten times a
+    second, returns True."""
     sys.setswitchinterval(_SWITCH_S)
-    config = server_config(
-        app, grace_s=grace_s, client_s=client_s, connections=connections, probes=probes, certificate=certificate
-    )
     try:
         with suppress(KeyboardInterrupt):
-            _UvicornServer(config, on_started, on_tick).run(sockets=[listening])
+            _UvicornServer(server_config(app, **options), on_started, on_tick).run(sockets=[listening])
     finally:
         # Frozen objects are not torn down at the end of the process; some extensions complain of that.
         gc.unfreeze()
@@ -88,16 +80,13 @@ def server_config(
     probes: Collection[str] = (),
     certificate: Certificate | None = None,
 ) -> uvicorn.Config:
-    """Return uvicorn's configuration. The parser is h11: httptools accepts endless headers. uvicorn's warnings concern
-    single requests, so that clients could fill the log."""
+    """Return uvicorn's configuration. At the end requests in flight have `grace_s` seconds. For other options see
+    `timed_connections`. The parser is h11, as httptools accepts endless headers; warnings of single requests, with
+    which clients could fill the log, are off."""
+    encryption = None if certificate is None else certificate.context()
     return uvicorn.Config(
         _cancelled_quietly(app),
-        http=timed_connections(
-            client_s,
-            connections,
-            probes=probes,
-            encryption=None if certificate is None else certificate.context(),
-        ),
+        http=timed_connections(client_s, connections, probes=probes, encryption=encryption),
         h11_max_incomplete_event_size=HEAD_LIMIT,
         ws="none",
         log_config=None,
@@ -112,8 +101,6 @@ def server_config(
 
 
 def _cancelled_quietly(app: ASGIApp) -> ASGIApp:
-    """Suppress tracebacks after the grace period: the log gets one line."""
-
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await app(scope, receive, send)
@@ -144,8 +131,8 @@ class _UvicornServer(uvicorn.Server):
 
 
 class _Listening(socket.socket):
-    """Listening socket that yields a few connections at a time: asyncio accepts all waiting connections before it makes
-    the first one, which is where they are counted."""
+    """Listening socket that accepts a few connections at a time: asyncio would accept all that wait before the first
+    one is counted."""
 
     _accepted = 0
 
@@ -179,16 +166,8 @@ def is_loopback(host: str) -> bool:
 
 
 def most_connections() -> int:
-    """Return how many connections the limit of open files allows: a request takes two, one to either side."""
-    try:
-        import resource
-    except ImportError:
-        return sys.maxsize
-    return _connections_of(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-
-
-def _allow_many_connections() -> int:
-    """Systems allow 1,024 files by default, and may refuse more."""
+    """Raise the limit of open files (usually 1,024) to the system's maximum. Return how many connections it allows: a
+    request takes two files, one to either side."""
     try:
         import resource
     except ImportError:
@@ -196,12 +175,7 @@ def _allow_many_connections() -> int:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return _connections_of(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-
-
-def _connections_of(files: int) -> int:
-    import resource
-
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return sys.maxsize if files == resource.RLIM_INFINITY else max(1, (files - _OTHER_FILES) // 2)
 
 
@@ -210,7 +184,7 @@ _LONGEST_PATH = 200
 
 
 class AccessLog:
-    """ASGI layer that logs method, path, status and seconds of each answer; nothing of a body, a header or a query."""
+    """Logs method, path, status and seconds of each answer; nothing of its body, headers or query."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Untrusted JSON: its values are counted before decoding, and its lone surrogates replaced."""
+"""Untrusted JSON: values counted before decoding, lone surrogates replaced."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ import msgspec
 from ragorder.errors import RagorderError
 
 MAX_VALUES = 1 << 16
-"""Maximum number of a body's values that become Python objects: members of JSON objects and items of lists, at all
-depths."""
+"""Most values of a body that become Python objects: members of JSON objects and items of lists, at all depths."""
 
 VALUE_BYTES = 200
-"""Maximum bytes that one such Python object takes, besides its text."""
+"""Most bytes that one such object takes, besides its text."""
 
 NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Errors that a decoder raises for content that it cannot read."""
+"""What a decoder raises for content that it cannot read."""
 
 _WINDOW = 1 << 18
 
@@ -41,7 +40,7 @@ class TooManyValuesError(RagorderError, ValueError):
 
 
 def count_values(content: bytes | msgspec.Raw, limit: int) -> int:
-    """Return an upper bound of the number of values, none of them decoded. Raises TooManyValuesError above `limit`."""
+    """Return an upper bound of the number of values, without decoding. Raises TooManyValuesError above `limit`."""
     content = bytes(content)
     # Each value except the outermost follows a comma, or is the first of its list or object.
     quick = 1 + sum(map(content.count, (b",", b"[", b"{")))
@@ -49,7 +48,7 @@ def count_values(content: bytes | msgspec.Raw, limit: int) -> int:
 
 
 def count_outside_texts(content: bytes, limit: int) -> int:
-    """Like `count_values`, but do not count commas and brackets in texts (JSON strings)."""
+    """Count as `count_values`, without commas and brackets in texts (JSON strings)."""
     found, texts, start, in_text = 1, 0, 0, False
     while start < len(content):
         window = content[start : start + _WINDOW]
@@ -75,7 +74,7 @@ def count_outside_texts(content: bytes, limit: int) -> int:
 
 
 class HiddenSurrogates(NamedTuple):
-    """JSON with characters that stand for lone surrogates. `form`: format of their escapes, in upper or lower case."""
+    """JSON with characters that stand for lone surrogates. `form` formats their escapes, in upper or lower case."""
 
     content: bytes
     form: bytes
@@ -85,8 +84,8 @@ class HiddenSurrogates(NamedTuple):
 
 
 def hide_surrogates(content: bytes) -> HiddenSurrogates | None:
-    """Return JSON without lone surrogates, for a decoder that refuses them; None if there are none, or more than 4,096,
-    or if the content already has characters that would stand for them."""
+    """Return JSON whose lone surrogates other characters stand for, as decoders refuse them; None if there are none, or
+    more than 4,096, or if the content already has such characters."""
     places = list(islice(_lone_surrogates(content), _MOST_SURROGATES + 1))
     if not 0 < len(places) <= _MOST_SURROGATES or _HIDDEN.search(content) or _HIDDEN_ESCAPED.search(content):
         return None
@@ -97,13 +96,13 @@ def hide_surrogates(content: bytes) -> HiddenSurrogates | None:
 
 
 def replace_surrogates(content: bytes) -> bytes:
-    """Replace lone surrogates by the replacement character U+FFFD, which tokenizers accept."""
+    """Replace lone surrogates by U+FFFD, which tokenizers accept."""
     places = islice(_lone_surrogates(content), _MOST_SURROGATES)
     return _spliced(content, ((at, at + _ESCAPE, b"\\ufffd") for at in places))
 
 
 def encode_any(value: object) -> bytes:
-    """Encode a value as JSON. Raises TypeError or ValueError for a value that JSON cannot represent."""
+    """Encode a value as JSON. Raises TypeError or ValueError if JSON cannot represent it."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
@@ -111,7 +110,7 @@ def encode_any(value: object) -> bytes:
 
 
 def decode_any(content: bytes) -> Any:
-    """Decode JSON, after `count_values` has accepted it. Raises ValueError for invalid JSON."""
+    """Decode JSON that `count_values` has accepted. Raises ValueError for invalid JSON."""
     try:
         return msgspec.json.decode(content)
     except msgspec.DecodeError:

@@ -1,1 +1,1 @@
-"""Learning how an unknown application joins documents into its prompts."""
+"""Learning how an application joins documents into its prompts."""

@@ -1,4 +1,4 @@
-"""What was before and after what, where a separator stands in prompts."""
+"""Neighbours of a separator in prompts, as evidence that it separates documents."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ T = TypeVar("T")
 S = TypeVar("S", str, int)
 
 MARKED = 5
-"""Different marks from which on a separator hardly stands in a document."""
+"""Distinct marks of a separator that hardly occurs inside a document."""
 
 CONTEXT = 90
-"""Characters before or after a boundary by which a text is known."""
+"""Characters before or after a boundary that identify a text."""
 
 ANCHOR = re.compile(r"[^\W\d_]{6,}")
 KEY = 20
 
 
 class Boundary(NamedTuple):
-    """A separator's place, and the names of the texts before and after it."""
+    """Position of a separator, and digests of the texts before and after it."""
 
     at: int
     before: int
@@ -31,12 +31,11 @@ class Boundary(NamedTuple):
 
 
 class Evidence:
-    """Proof that a separator stands between documents.
+    """Proof that a separator is between documents.
 
     A boundary is proven if the text before it had two different successors, and the text after it two different
-    predecessors. One of both is not enough: a running header, a table's head or a licence has many neighbours on one
-    side. Texts are known by their next 90 characters, which may reach into the neighbour; neighbours are compared up to
-    the next separator, or else a short last line would make the next document's beginning look different.
+    predecessors: a running header or a licence has many neighbours on one side. Texts are identified by their next 90
+    characters, which may reach into the neighbour; neighbours are compared up to the next separator.
     """
 
     def __init__(self, separator: str, texts: Iterable[str]) -> None:
@@ -46,14 +45,14 @@ class Evidence:
         # The one neighbour that a text had, or True for several.
         self._successor: dict[int, str | Literal[True]] = {}
         self._predecessor: dict[int, str | Literal[True]] = {}
-        # Short pieces, and the texts that have them: a line of several documents proves nothing.
+        # Short pieces and the texts that have them: a line of several documents proves nothing.
         self._piece: dict[int, tuple[int, str]] = {}
         self._owner: dict[tuple[int, str], int | Literal[True]] = {}
         self._around: defaultdict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
         self._befores: defaultdict[int, set[int]] = defaultdict(set)
         self._afters: defaultdict[int, set[int]] = defaultdict(set)
         self.anchors: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)
-        """Offset and name of the texts that begin shortly before a word."""
+        """Offset and digest of the texts that begin shortly before a word."""
         for text in texts:
             self.observe(text)
 
@@ -91,11 +90,10 @@ class Evidence:
                 self.anchors[text[word.start() : word.start() + KEY]].add((word.start() - at - length, after))
 
     def proves(self, boundary: Boundary) -> bool:
-        """Return whether documents end and begin here."""
         return self._proves(boundary.before, boundary.after)
 
     def is_inner(self, boundary: Boundary) -> bool:
-        """Return whether both sides were always together, in different company: one document may hold both."""
+        """Return whether both sides were always together while their neighbours varied: both may be of one document."""
         before, after = boundary.before, boundary.after
         if self._is_varied(before) or self._predecessor.get(after) is True:
             return False
@@ -114,8 +112,8 @@ class Evidence:
         return any(self._proves(before, after) for after in afters)
 
     def accepts(self, boundary: Boundary) -> bool:
-        """Return whether both sides are known, or one is, the other is new and the separator is marked. Where chunks
-        overlap one begins inside another, so one known side of a weak separator proves nothing."""
+        """Return whether both sides are known, or, unless the separator is weak, one is known and the other new. A
+        chunk may begin inside another one, so one known side proves nothing at a weak separator."""
         ends, begins = self.ends(boundary.before), self.begins(boundary.after)
         if (ends and begins) or self.is_weak:
             return ends and begins

@@ -1,4 +1,4 @@
-"""A learned form of documents in prompts, and the documents that it finds."""
+"""The learned form of documents in prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ragorder.adapters.learning.texts import (
 from ragorder.adapters.proxy.bodies.template import DocumentRun
 
 BY_PLACE, WITH_DOCUMENT = "n", "id"
-"""What a number in the separator is: the document's place, or a part of the document; else a constant's digits."""
+"""A separator's number is the document's place or moves with the document; other kinds are a constant's digits."""
 
 CROSSED = "documents contain another separator"
 _NEAR = 150
@@ -26,7 +26,7 @@ _NEAR = 150
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Documents in a text, as (start, end) of each."""
+    """Documents in a text, as (start, end) pairs."""
 
     text: str
     spans: Sequence[tuple[int, int]]
@@ -41,10 +41,10 @@ class Found:
 
 
 class LearnedTemplate:
-    """Documents after `head`, separated by `separator`, before `tail`; digits are marks in all three.
+    """Documents after `head`, separated by `separator`, before `tail`, in which `NUMBER` stands for digits.
 
-    The separator's first `footer` characters belong to the document before it, as the tail begins with them; those from
-    `header` on belong to the one after it, as the head ends with them.
+    The separator's first `footer` characters belong to the document before it, because the tail begins with them; those
+    from `header` on belong to the next document, because the head ends with them.
     """
 
     def __init__(self, head: str, separator: str, tail: str, evidence: Evidence) -> None:
@@ -55,21 +55,21 @@ class LearnedTemplate:
         self.kinds = [BY_PLACE for _ in self.numbers]
         self.first = 1
         self.is_counted = False
-        """Whether each text's numbers were in sequence: then they prove a weak separator too."""
+        """Whether the numbers of each text were in sequence: then they prove also a weak separator."""
         self.footer = len(shared_beginning(separator, tail))
         self.header = len(separator) - len(shared_beginning(separator[::-1], head[::-1]))
         self.cut = (len(separator), 0)
-        """Where in the separator a document begins, and where one ends."""
+        """Positions in the separator where a document begins and where one ends."""
         self.has_marked_head = distinct_marks(separator[self.header :]) >= MARKED
         self.has_marked_tail = distinct_marks(separator[: self.footer]) >= MARKED
 
     @property
     def proves_by_number(self) -> bool:
-        """Return whether numbers by place prove boundaries between unknown documents."""
+        """Whether numbers prove boundaries between unknown documents."""
         return BY_PLACE in self.kinds and (self.is_marked or self.is_counted)
 
     def region(self, text: str) -> tuple[int, int] | str:
-        """Return where the documents begin and end, or why that is not clear."""
+        """Return where the documents begin and end, or why it is unclear."""
         if (count := text.count(self.head)) != 1:
             return f"the text before the documents {'is missing' if not count else 'occurs twice'}"
         start = text.index(self.head) + len(self.head)
@@ -79,7 +79,7 @@ class LearnedTemplate:
         return start, ends[0]
 
     def find(self, raw: str) -> Found | str:
-        """Return the documents of a prompt, or why it must be left as it is."""
+        """Return a prompt's documents, or why it must stay unchanged."""
         digits = DigitText(raw)
         text = digits.text
         region = "a control character" if CONTROL.search(raw) else self.region(text)
@@ -105,7 +105,6 @@ class LearnedTemplate:
         return Found(raw, [(digits.to_raw(s), digits.to_raw(e)) for s, e in spans])
 
     def is_numbered(self, digits: DigitText, ats: Iterable[int], start: int) -> bool:
-        """Return whether numbers by place are in sequence, and constants as learned."""
         slots = [
             (kind, at, at >= self.header)
             for kind, at in zip(self.kinds, self.numbers, strict=True)
@@ -138,7 +137,7 @@ class LearnedTemplate:
         return boundaries or "no proven boundary"
 
     def _is_crossed(self, text: str, start: int, end: int) -> bool:
-        """Return whether a known document ends and another begins inside this one."""
+        """Return whether known documents end and begin inside this one."""
         evidence = self.evidence
         for word in ANCHOR.finditer(text, start + CONTEXT, end):
             for offset, key in evidence.anchors.get(text[word.start() : word.start() + KEY], ()):
@@ -152,5 +151,4 @@ class LearnedTemplate:
 
 
 def increments(numbers: Sequence[str]) -> bool:
-    """Return whether each number is the one before it plus 1."""
     return all(int(after) == int(before) + 1 for before, after in pairwise(numbers))

@@ -1,4 +1,4 @@
-"""A learner of how documents are joined into prompts, from the prompts alone."""
+"""The learner of an application's form of documents."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WINDOW = 600
 _EDGE = 300
 _ZONE = 20_000
 _FEWEST = 6
-"""Boundaries that must be proven, and places that a word's beginning is compared with."""
+"""Boundaries that must be proven, and most earlier places that a word is compared with."""
 
 
 class TemplateLearner:
@@ -44,12 +44,11 @@ class TemplateLearner:
             learner.add(texts)
         template = learner.learn()  # a LearnedTemplate, or why there is none
 
-    A repeated document's repeat goes on into what follows every document, and the next one's begins in what precedes
-    every document: where both overlap is the separator. A form is refused if the order of the documents never varies in
-    a circle (A before B before C before A), for lists that grow (a history), and for lists that are sorted by a number
-    (a log). Other lists whose order means something look like documents: a person decides.
+    The longest repeats around two neighbouring documents overlap in the separator. A form is refused if the order never
+    varies in a circle (A before B before C before A), and for lists that grow (a history) or are sorted by a number (a
+    log). Other lists whose order means something look like documents: a person decides.
 
-    At most `most` texts are kept. Learning takes seconds of processor time with 300 prompts of 17,000 characters.
+    Keeps at most `most` texts. 300 prompts of 17,000 characters take seconds of processor time.
     """
 
     def __init__(self, most: int = 1600) -> None:
@@ -83,7 +82,7 @@ class TemplateLearner:
         return self._checked(LearnedTemplate(head, evidence.separator, tail, evidence))
 
     def _overlaps(self) -> list[str]:
-        """Return the texts that are in two longest repeats: the end of one, the beginning of the next."""
+        """Return the texts where one longest repeat ends and the next has begun."""
         index: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for number, text in enumerate(self._texts):
             for word in ANCHOR.finditer(text):
@@ -109,12 +108,12 @@ class TemplateLearner:
         return found
 
     def _repeat(self, text: str, at: int, number: int, place: int) -> tuple[int, int]:
-        """Return where the repeat around a place begins and ends, which another text has too."""
+        """Return begin and end of the text around a place that is the same around another prompt's `place`."""
         other = self._texts[number]
         return at - agreement(text, at, other, place, backwards=True), at + agreement(text, at, other, place)
 
     def _separator(self, overlaps: Sequence[str]) -> Evidence | str:
-        """Return the separator with most proven boundaries, the longest of about equals."""
+        """Return the evidence for the separator with most proven boundaries, the longest of about equals."""
         some = overlaps[:: max(1, len(overlaps) // 70)][:90]
         commons: set[str] = set()
         for one, other in (pair for gap in (1, 2, 5) for pair in zip(some, some[gap:], strict=False)):
@@ -136,7 +135,7 @@ class TemplateLearner:
         return Evidence(self._extended(separator), self._texts)
 
     def _proven_pairs(self, evidence: Evidence) -> set[tuple[int, int]]:
-        """Return the texts before and after proven boundaries; of several in one header, the first."""
+        """Return the texts around proven boundaries, one boundary for a header."""
         lists = [found for text in self._texts if (found := evidence.boundaries(text))]
         from_first: defaultdict[int, Counter[int]] = defaultdict(Counter)
         from_last: defaultdict[int, Counter[int]] = defaultdict(Counter)
@@ -161,7 +160,8 @@ class TemplateLearner:
         return pairs
 
     def _extended(self, separator: str) -> str:
-        """Return the separator with what stands before all but the first in a text, and after all but the last."""
+        """Return the separator extended by what stands before nearly all separators but a prompt's first, and after
+        nearly all but its last."""
         evidence = Evidence(separator, self._texts)
         rows = [(text, _firm(evidence, text)) for text in self._texts]
         for step in (-1, 1):
@@ -186,7 +186,8 @@ class TemplateLearner:
         return separator.lstrip(".?!。") or separator
 
     def _edges(self, evidence: Evidence) -> tuple[_Edges, _Edges]:
-        """Return what is before first documents and after last ones, apart where a separator seems to be there."""
+        """Return the texts before the first and after the last documents, each where the document's edge is known, and
+        where only its separator is."""
         heads: _Edges = ([], [])
         tails: _Edges = ([], [])
         length = len(evidence.separator)
@@ -205,7 +206,7 @@ class TemplateLearner:
         return heads, tails
 
     def _constant(self, found: list[str], other: list[str], separator: str, step: int) -> str | None:
-        """Return a constant beginning of most texts beyond the separator's, once in most messages."""
+        """Return the usual beginning of the texts, longer than the separator's, that most messages have once."""
         best, most = None, 0
         for strings, more in ((strings, more) for strings in (found, found + other) for more in (1, 3, 5, 8, 12)):
             groups: defaultdict[str, list[str]] = defaultdict(list)
@@ -225,7 +226,7 @@ class TemplateLearner:
         return best
 
     def _checked(self, template: LearnedTemplate) -> LearnedTemplate | str:
-        """Return the template with the kinds of its numbers, or why it must not be used."""
+        """Return the template with its kinds of numbers, or why it must not be used."""
         seen: list[_Seen] = []
         for digits in self._digits:
             region = template.region(digits.text)
@@ -308,7 +309,7 @@ def _number(template: LearnedTemplate, seen: Sequence[_Seen]) -> str | None:
 
 
 def _varies(template: LearnedTemplate, seen: Sequence[_Seen]) -> bool:
-    """Return whether at least four documents stand in a circle: A before B before C before A."""
+    """Return whether at least four documents are in a circle of orders."""
     evidence = template.evidence
     orders = []
     for digits, start, end in seen:
@@ -319,7 +320,7 @@ def _varies(template: LearnedTemplate, seen: Sequence[_Seen]) -> bool:
 
 
 def _circle(orders: Iterable[Sequence[Hashable]]) -> set[Hashable]:
-    """Return what remains after repeatedly taking away what can come first or last."""
+    """Return the documents in circles: all but those that can always come first or last."""
     pairs: set[tuple[Hashable, Hashable]] = set()
     kept = {(one, other) for order in orders for one, other in pairwise(order) if one != other}
     while kept != pairs:
@@ -330,7 +331,7 @@ def _circle(orders: Iterable[Sequence[Hashable]]) -> set[Hashable]:
 
 
 def _are_stable(units: Sequence[str], is_marked: bool) -> bool:
-    """Return whether documents with one beginning, or one end, are the same as a whole."""
+    """Return whether documents with the same beginning, or the same end, are the same."""
     long, most = (200, 0.06) if is_marked else (100, 0.03)
     for cut in (slice(None, long), slice(-long, None)):
         wholes: defaultdict[int, list[int]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""A learner of templates in a running proxy, from the prompts that it forwards."""
+"""Learning a template in a running proxy, from forwarded prompts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ragorder.orderer import OrdererLike
 _logger = logging.getLogger("ragorder")
 
 _FEWEST, _MOST = 100, 300
-"""Requests from which a form is learned."""
+"""Fewest and most requests to learn a form from."""
 _SHORTEST, _LONGEST = 200, 1 << 16
-"""Characters of a text that is kept until then."""
+"""Characters of a text that is kept for it."""
 _MOST_CHARACTERS = 1 << 22
 _TENANTS = 8
 _CAPACITY_TOKENS = 131_072
@@ -38,16 +38,14 @@ _FOUND = (
 
 
 class ShadowLearner:
-    """Learner of an application's template from requests whose documents are not found otherwise. Thread-safe.
+    """Learns an application's template from requests whose documents no template finds; orders nothing. Thread-safe.
 
-    At most 300 requests and 4 million characters are kept, until a form is learned from them in a thread of its own;
-    then only the form's text is. Learning takes at most 1 ms of processor time a request on average. A form counts once
-    a later window, of another tenant if there are tenants, gives the same, and if it saves 2 % of the prefill. It is
-    dropped when three windows in a row do not give it. Nothing is ordered by it.
+    Keeps a window of at most 300 requests a tenant, 4 million characters in all, until a thread learns a form from it,
+    in at most 1 ms of processor time a request on average. The form is confirmed if a later window (another tenant's,
+    if there are any) gives the same, and if it saves 2 % of the prefill. It is dropped if three in a row do not.
 
-    Whenever a form is confirmed, `on_learned` gets its requests' tokens up to the last document, those cached in
-    ragorder's order and in retrieval order, and the number of requests; `warn` gets a sentence the first time.
-    `processor_s` is a clock of the thread's processor time.
+    For a confirmed form `on_learned` gets the tokens up to the last document, those cached in ragorder's order and in
+    retrieval order, and the number of requests; `warn` gets a sentence once.
     """
 
     def __init__(
@@ -59,7 +57,7 @@ class ShadowLearner:
     ) -> None:
         self._capacity_tokens = capacity_tokens or _CAPACITY_TOKENS
         self._on_learned = on_learned
-        self._warn = warn
+        self._warn: Callable[[str], None] | None = warn
         self._processor_s = processor_s
         self._key = secrets.token_bytes(16)
         self._lock = Lock()
@@ -74,15 +72,13 @@ class ShadowLearner:
 
     @classmethod
     def of(cls, metrics: Metrics, orderer: OrdererLike) -> Self:
-        """Return a learner for prompts that `orderer` leaves alone, counted in `metrics`."""
         return cls(orderer.settings.held_tokens, partial(metrics.recognised, LEARNED), orderer.degrade)
 
     def file(self) -> str | None:
-        """Return the template that two windows agree on, for `ragorder serve --template FILE`."""
+        """Return the confirmed template, for `ragorder serve --template FILE`."""
         return self._file
 
     def add(self, tenant: str | None, texts: Sequence[str]) -> None:
-        """Take the texts of a request's messages."""
         kept = [each for each in texts if _SHORTEST < len(each) <= _LONGEST]
         name = self._name(tenant)
         with self._lock:
@@ -102,7 +98,6 @@ class ShadowLearner:
         Thread(target=self._learn, args=(name, requests), name="ragorder-learner", daemon=True).start()
 
     def _name(self, tenant: str | None) -> bytes:
-        """Return an empty name without a tenant."""
         if not tenant:
             return b""
         return blake2b(tenant.encode("utf-8", "surrogatepass"), key=self._key, digest_size=16).digest()
@@ -144,9 +139,9 @@ class ShadowLearner:
             return
         self._file, self._misses = _file(found, saving.share), 0
         self._on_learned(saving.tokens, saving.ordered_tokens, saving.retrieval_tokens, found.fits)
-        # Said once.
-        warn, self._warn = self._warn, _say_nothing
-        warn(_FOUND.format(fits=found.fits, seen=found.seen, saving=100 * saving.share))
+        if self._warn is not None:
+            self._warn(_FOUND.format(fits=found.fits, seen=found.seen, saving=100 * saving.share))
+            self._warn = None
 
     def _miss(self) -> None:
         self._misses += 1
@@ -154,15 +149,12 @@ class ShadowLearner:
             self._file = None
 
 
-def _say_nothing(reason: str) -> None: ...
-
-
 def _length(texts: Sequence[str]) -> int:
     return sum(map(len, texts))
 
 
 def _agree(one: DocumentTemplate, other: DocumentTemplate, requests: Sequence[Sequence[str]]) -> bool:
-    """Return whether both find the same documents in nearly all texts in which one of them does."""
+    """Return whether both find the same documents in nearly all texts where one finds any."""
     runs = [(one.find(text), other.find(text)) for texts in requests for text in texts]
     found = [
         a is not None and b is not None and a.pieces == b.pieces for a, b in runs if a is not None or b is not None

@@ -1,4 +1,4 @@
-"""A template that the proxy can use, suggested from a log of prompts."""
+"""The proxy's template for a log of prompts."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ _MOST_TORN = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """Tokens up to the last document of requests whose documents are found, and those that a cache would hold in
-    ragorder's order and in the log's."""
+    """Tokens up to the last document of requests with documents, and those cached in ragorder's order and the log's."""
 
     tokens: int
     ordered_tokens: int
@@ -42,17 +41,15 @@ class Saving:
 
     @property
     def share(self) -> float:
-        """Share of the prefill in the log's order that ragorder's order saves."""
         computed = self.tokens - self.retrieval_tokens
         return (self.ordered_tokens - self.retrieval_tokens) / computed if computed else 0.0
 
 
 @dataclass(slots=True)
 class Suggestion:
-    """A template learned from `seen` requests, `fits` of them with its documents.
+    """A template learned from `seen` requests; it `fits` some of them.
 
-    `doubts` are reasons for a look before it is used; `refused` is the reason why it must not be used live. `examples`
-    are requests with their documents.
+    `doubts` are reasons to look at the `examples` before use, `refused` the reason why it must not be used live.
     """
 
     form: str
@@ -67,11 +64,10 @@ class Suggestion:
     examples: list[DocumentRun] = field(default_factory=list)
 
     def template(self) -> DocumentTemplate:
-        """Return the template. Raises TemplateError if the proxy cannot recognise documents by it."""
+        """Raises TemplateError if the proxy cannot recognise documents by it."""
         return DocumentTemplate(self.form, head=self.head, between=self.between, tail=self.tail or ())
 
     def toml(self) -> str:
-        """Return the file for `ragorder serve --template FILE`."""
         names = ("form", "head", "between", "tail")
         fields = [(name, getattr(self, name)) for name in names]
         # JSON's strings are TOML's, but for a character that no template has.
@@ -81,10 +77,8 @@ class Suggestion:
 
 
 def suggest(requests: Sequence[Sequence[str]], capacity_tokens: int) -> Suggestion | str:
-    """Return a template for the texts of these requests' messages, or why none is found.
-
-    It is learned from the first 300; all are ordered by it, on the mirror of this cache.
-    """
+    """Return a template for the texts of requests' messages, learned from the first 300, or why there is none. The
+    saving is that of all of them with a cache of `capacity_tokens`."""
     learner = TemplateLearner()
     for texts in requests[:_MOST_REQUESTS]:
         learner.add(texts)
@@ -119,7 +113,7 @@ def suggest(requests: Sequence[Sequence[str]], capacity_tokens: int) -> Suggesti
 def predict_saving(
     template: DocumentTemplate, requests: Sequence[Sequence[str]], capacity_tokens: int
 ) -> tuple[int, Saving | None]:
-    """Return how many requests have documents that the template may order, and the saving with this cache."""
+    """Return how many requests have documents that the template may order, and their saving."""
     runs = []
     for texts in requests:
         run = _first(template.find, texts)
@@ -129,7 +123,7 @@ def predict_saving(
 
 
 def _names(template: DocumentTemplate) -> Callable[[str], str]:
-    """Return what names a document: its text without the number that stays at its place."""
+    """Return what identifies a document: its text without a number that stays at its place."""
     return (lambda document: template.split(document).rest) if template.shows_number else str
 
 
@@ -140,7 +134,7 @@ def _is_numbered(template: DocumentTemplate, run: DocumentRun) -> bool:
 def _fitting(
     candidates: Sequence[Suggestion], requests: Sequence[Sequence[str]]
 ) -> tuple[Suggestion, DocumentTemplate | None, Sequence[DocumentRun]]:
-    """Return the form that fits most requests, its template (None if the proxy takes none) and the documents found."""
+    """Return the form that fits most requests, its template (None if the proxy takes none) and the documents."""
     best: tuple[Suggestion, DocumentTemplate | None, Sequence[DocumentRun]] = (candidates[0], None, [])
     for suggestion in candidates:
         try:
@@ -169,7 +163,7 @@ def _first(find: Callable[[str], DocumentRun | None], texts: Sequence[str]) -> D
 
 
 def _written(learned: LearnedTemplate) -> list[Suggestion]:
-    """Return the learned template in forms of the proxy's: marks around each document, and text between them."""
+    """Return the learned template as forms of the proxy: with marks around documents, and with text between them."""
     separator, end, begin = learned.separator, learned.footer, learned.header
     if begin < end:
         # What head and tail share with it overlaps: a mark begins its line.
@@ -193,7 +187,7 @@ def _written(learned: LearnedTemplate) -> list[Suggestion]:
 
 
 class _Shown:
-    """Parts of a separator in the proxy's grammar. A template has {n} or one {id}; other numbers are {*}."""
+    """Writes a part of a separator as a form: numbers become {n}, or one {id} and else {*}."""
 
     def __init__(self, learned: LearnedTemplate) -> None:
         self._text = learned.separator
@@ -248,8 +242,7 @@ def _doubts(
 
 
 def _torn(learned: LearnedTemplate, template: DocumentTemplate, requests: Sequence[Sequence[str]]) -> int:
-    """Return how many requests the template divides in what was always together, in different company, or not at
-    boundaries."""
+    """Return how many requests the template divides where there is no boundary, or inside what was always together."""
     torn = 0
     for text in (text for texts in requests for text in texts):
         digits = DigitText(text)
@@ -262,12 +255,11 @@ def _torn(learned: LearnedTemplate, template: DocumentTemplate, requests: Sequen
 
 
 def _hold(documents: Sequence[str], texts: Sequence[str]) -> bool:
-    """Return whether each document has its text, and marks around it."""
     return len(documents) == len(texts) and all(map(contains, documents, (each.strip() for each in texts)))
 
 
 def _changing_line(template: DocumentTemplate, runs: Sequence[DocumentRun]) -> str:
-    """Return a line near the beginning of documents that differs while the rest is mostly the same, or ""."""
+    """Return a line near the beginning of documents that changes while the text after it stays, or ""."""
     found = [document for run in runs for document in run.documents]
     shown = [template.split(each).rest for each in found] if template.shows_number else found
     documents = [each.strip().splitlines() for each in shown]
@@ -284,7 +276,6 @@ def _changing_line(template: DocumentTemplate, runs: Sequence[DocumentRun]) -> s
 
 
 def _saving(runs: Sequence[DocumentRun], capacity_tokens: int, name: Callable[[str], str]) -> Saving | None:
-    """`name` returns what a document is known by: not its number."""
     requests = (
         (
             [Document(id=_digest(name(each)), tokens=_tokens(each)) for each in run.documents],

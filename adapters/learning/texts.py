@@ -13,8 +13,8 @@ _DIGITS = re.compile(r"[0-9]+")
 
 
 class DigitText:
-    """`text` is `raw` between START and END, each run of digits replaced by NUMBER: numbers, scores and dates, which
-    change from request to request, then do not end a repeat."""
+    """`text` is `raw` between START and END, with NUMBER for each run of digits, so that scores and dates, which change
+    from request to request, do not end a repeat."""
 
     def __init__(self, raw: str) -> None:
         self.raw = raw
@@ -28,16 +28,15 @@ class DigitText:
             self._shift.append(shift)
 
     def to_raw(self, position: int) -> int:
-        """Return the place in `raw` of a position in `text`."""
+        """Return the position in `raw` of one in `text`."""
         return min(max(position + self._shift[bisect_left(self._at, position)], 0), len(self.raw))
 
     def number(self, position: int) -> str:
-        """Return the digits of the mark at this position."""
         return self.raw[self.to_raw(position) : self.to_raw(position + 1)]
 
 
 def agreement(text: str, at: int, other: str, other_at: int, *, backwards: bool = False) -> int:
-    """Return how many characters agree from these places on, or back from them."""
+    """Return how many characters agree from two positions on, or back from them."""
     limit = min(at, other_at) if backwards else min(len(text) - at, len(other) - other_at)
     agreed, step, grows = 0, 64, True
     while step:
@@ -58,7 +57,7 @@ def shared_beginning(one: str, other: str) -> str:
 
 
 def places(text: str, mark: str, start: int = 0, end: int | None = None) -> list[int]:
-    """Return where the mark begins, without overlaps."""
+    """Return the positions of a mark, without overlaps."""
     end = len(text) if end is None else end
     found = []
     at = text.find(mark, start, end)
@@ -69,10 +68,10 @@ def places(text: str, mark: str, start: int = 0, end: int | None = None) -> list
 
 
 def distinct_marks(text: str) -> int:
-    """Return the number of different characters besides space and digits: few of them stand in documents too."""
+    """Return the number of different characters besides white space and digits: documents hardly have many in a row."""
     return len({character for character in text if not character.isspace() and character != NUMBER})
 
 
 def is_visible(text: str) -> bool:
-    """Return whether the text can separate documents: a line break, or more than two marks."""
+    """Return whether a text may separate documents: it has a line break, or more than two marks."""
     return "\n" in text or sum(not each.isalnum() and not each.isspace() and each != NUMBER for each in text) > 2

@@ -71,16 +71,15 @@ _METADATA = ("litellm_metadata", "metadata")
 
 
 class OrderDocuments(CustomLogger):  # type: ignore[misc]
-    """Callback that orders the documents of chats, completions, messages, responses and Gemini's contents in LiteLLM's
-    proxy, and learns from their answers. Thread-safe.
+    """Callback that orders documents in LiteLLM's proxy: of chats, completions, messages, responses and Gemini's
+    contents. Thread-safe.
 
-    - `template` finds documents in messages; documents in a field "ragorder" need none (docs/proxy.md)
-    - `repeated` names documents that an earlier message has instead of sending them again
-    - `scope` returns the tenant of LiteLLM's `UserAPIKeyAuth`; tenants share no order, requests without one (None) are
-      one, and no client names another ("ragorder.scope", "cache_salt")
-    - `marks` sets cache_control after documents for models of Anthropic, and needs an orderer with `feedback=False`; a
-      client's own breakpoints have the effect that the proxy's `make_app` describes
-    - `clouds` order requests for their models, and set breakpoints, by their rules, instead of the orderer
+    - `template` finds documents in messages; those in a field "ragorder" need none (docs/proxy.md)
+    - `repeated` as for the proxy's `make_app`; so are a client's own breakpoints
+    - `scope` returns the tenant (None is one, too) of LiteLLM's `UserAPIKeyAuth`, instead of a client's "cache_salt" or
+      "ragorder.scope"; tenants share no order
+    - `marks` sets cache_control after documents for Anthropic's models, and needs an orderer with `feedback=False`
+    - `clouds` order requests for their models instead, and set breakpoints by their rules
 
     A "ragorder" that is malformed, on another route, or in an unreadable request is a litellm.BadRequestError that
     names the field. After any other failure the request is sent unchanged, and the orderer is degraded.
@@ -161,7 +160,7 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
     async def async_post_call_streaming_iterator_hook(
         self, user_api_key_dict: Any, response: Any, request_data: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
-        """Note the first token: other requests can then reuse this one's prefix."""
+        """Note the first token, from which on other requests can reuse this prefix."""
         sent = self._pending.get(_name_in(request_data))
         async for chunk in response:
             if sent is not None and _answers(chunk):
@@ -226,7 +225,7 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
 
 
 def _messages_of(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the messages of a request in Gemini's API, none for contents that it would refuse."""
+    """Return the messages of a request in Gemini's API; none if the API would refuse it."""
     try:
         said = [(_GEMINI_ROLES.get(each.get("role"), "user"), each["parts"]) for each in data["contents"]]
         given = [("system", data[name]["parts"]) for name in _INSTRUCTIONS if data.get(name)]
@@ -236,7 +235,7 @@ def _messages_of(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _contents_of(data: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the fields that `_messages_of` read, with the parts of these messages. A tagged request has one more."""
+    """Return the fields that `_messages_of` reads, with these messages' parts. A tagged request has one more."""
     parts = [each["content"] if isinstance(each["content"], list) else [{"text": each["content"]}] for each in messages]
     given = [name for name in _INSTRUCTIONS if data.get(name)]
     instructions = {name: data[name] | {"parts": own} for name, own in zip(given, parts, strict=False)}
@@ -245,7 +244,7 @@ def _contents_of(data: Mapping[str, Any], messages: Sequence[Mapping[str, Any]])
 
 
 def _give_name(ordered: dict[str, Any]) -> str:
-    """LiteLLM passes the metadata to all of its hooks and never sends it."""
+    """Name a request in its metadata, which LiteLLM passes to all hooks and never sends."""
     name = uuid.uuid4().hex
     field = next((field for field in _METADATA if isinstance(ordered.get(field), dict)), None)
     if field is None:

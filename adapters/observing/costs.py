@@ -20,7 +20,7 @@ _UNCACHED = "uncached"
 
 
 class CostMetrics:
-    """Counters of costs by order: "ragorder", "retrieval", and "uncached", the same prompts without a cache."""
+    """Counters of costs by order: "ragorder", "retrieval", and "uncached" for the same prompts without a cache."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         from prometheus_client import Counter, Gauge
@@ -32,7 +32,6 @@ class CostMetrics:
         self._prices = Gauge(_PRICES, "1 for the date of the table of prices.", ["date"], registry=registry)
 
     def count(self, cost: Cost, served: str, other: str, other_cost: Cost | None) -> None:
-        """The cost of the `other` order is predicted."""
         orders = {served: cost.input_tokens, _UNCACHED: cost.prompt_tokens}
         if other_cost is not None:
             orders[other] = other_cost.share * cost.prompt_tokens
@@ -46,8 +45,8 @@ class CostMetrics:
 
 @dataclass(frozen=True, slots=True)
 class CostStats:
-    """Costs of requests to clouds, in `tokens` at the plain price; None if not compared. Money covers models in the
-    table of `prices_date`."""
+    """Costs of requests to clouds, in `tokens` at the plain price, and in money for models in the table of prices. The
+    other order's are None if not compared."""
 
     tokens: float
     uncached_tokens: float
@@ -64,7 +63,7 @@ class CostStats:
 
     @property
     def saved_money(self) -> float | None:
-        """Savings against no cache; negative if writing cost more than reading saved."""
+        """Savings against no cache; negative if writes cost more than reads saved."""
         return None if self.money is None or self.uncached_money is None else self.uncached_money - self.money
 
     @classmethod

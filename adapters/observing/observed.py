@@ -1,4 +1,4 @@
-"""Orderer that reports every request to watchers."""
+"""An orderer that reports its requests to watchers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _like(method: Callable[Concatenate[Any, P], R]) -> Callable[[Callable[..., R
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One ordered request, without anything about a document or a tenant.
+    """One ordered request, without contents, ids or tenant.
 
     - `ordered_tokens`, `retrieval_tokens`: cached tokens predicted for each order; None if not compared
     - `documents_end`: prompt tokens up to the end of the documents
@@ -62,19 +62,19 @@ class Observation:
 
 
 class Watcher(Protocol):
-    """Receives every request, in the serving path. An optional method `watch` gets the `ObservedOrderer` once."""
+    """Gets every request, in the serving path. An optional method `watch` gets the `ObservedOrderer` once."""
 
     def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
-        """Return the callback for the outcome of an ordered request."""
+        """Return what gets the request's outcome."""
 
 
 class ObservedOrderer:
-    """An `Orderer` with watchers, whose errors are logged once, not raised.
+    """An `Orderer` with watchers. The first error of a watcher is logged, none is raised.
 
         orderer = ObservedOrderer(Orderer.for_vllm(url), [Metrics(), Tracing()])
 
     With `compare`, a second orderer mirrors the cache in retrieval order: the difference is the saving. In `shadow`
-    mode retrieval order is served, and ragorder's order is scored on a mirror. Either doubles the time of an order.
+    mode retrieval order is served, and the mirror scores ragorder's. Either doubles the time of an order.
     """
 
     def __init__(
@@ -83,11 +83,7 @@ class ObservedOrderer:
         self.shadow = shadow
         self._watchers = tuple(watchers)
         self._orderer = orderer.clone(**_PLAIN) if shadow else orderer
-        self._other: Orderer | None = None
-        if shadow:
-            self._other = orderer.clone()
-        elif compare:
-            self._other = orderer.clone(**_PLAIN)
+        self._other = orderer.clone() if shadow else orderer.clone(**_PLAIN) if compare else None
         self._own = orderer
         self._failed = False
         for watcher in self._watchers:
@@ -169,7 +165,7 @@ class ObservedOrderer:
 
     @_like(Orderer.has_lost)
     def has_lost(self, *arguments: Any, **options: Any) -> bool:
-        """Return False in shadow mode, which rebases no conversation."""
+        """Return False in shadow mode, which never rebases."""
         return not self.shadow and self._orderer.has_lost(*arguments, **options)
 
     @_like(Orderer.topic)
@@ -248,8 +244,8 @@ class ObservedOrderer:
 def predict_reuse(
     orderer: Orderer, requests: Iterable[tuple[Sequence[Any], Mapping[str, Any]]]
 ) -> tuple[int, int, int]:
-    """Return the tokens up to the last document of all requests (documents, and options of `order`), and those cached
-    in ragorder's order and in retrieval order."""
+    """Return the tokens up to the last document of all requests (documents, options of `order`), and those cached in
+    ragorder's order and in retrieval order."""
     other = orderer.clone(**_PLAIN)
     tokens = ordered = retrieval = 0
     for documents, options in requests:

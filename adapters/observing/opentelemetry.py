@@ -12,8 +12,7 @@ from ragorder.ordering import RequestOutcome
 
 
 class SpanTracer:
-    """`tracer` is an `opentelemetry.trace.Tracer` (default: the application's). Raises ImportError without
-    ragorder[live]."""
+    """`tracer`: an OpenTelemetry Tracer (default: the application's). Raises ImportError without ragorder[live]."""
 
     def __init__(self, tracer: Any = None) -> None:
         with needs("live", type(self).__name__):
@@ -23,8 +22,7 @@ class SpanTracer:
 
 
 class Tracing(SpanTracer):
-    """Watcher for `ObservedOrderer`: a span `ragorder.order` and, linked to it, `ragorder.settle` with the engine's
-    report.
+    """Watcher that makes a span `ragorder.order` and, linked to it, `ragorder.settle` with the engine's report.
 
         orderer = ObservedOrderer(orderer, [Tracing()])
 

@@ -32,14 +32,14 @@ _MODES: Mapping[str, Any] = {
 
 
 class Metrics(PrometheusMetrics):
-    """Watcher for `ObservedOrderer` with Prometheus metrics.
+    """Watcher with Prometheus metrics.
 
         metrics = Metrics()
         orderer = ObservedOrderer(orderer, [metrics])
         page = generate_latest(metrics.registry)
 
-    Cached tokens have a label `order`, "ragorder" or "retrieval": reported or else predicted for the served order,
-    predicted for the other. `registry` as for `PrometheusMetrics`.
+    Cached tokens have a label `order`, "ragorder" or "retrieval". Those of the served order are as reported, or else
+    predicted; those of the other one are predicted.
     """
 
     prefix = "ragorder"
@@ -94,13 +94,11 @@ class Metrics(PrometheusMetrics):
         self._watched[id(orderer)] = orderer
 
     def passed(self, reason: str) -> None:
-        """Count a request forwarded without ordering, for a `reason` in docs/proxy.md."""
         self._passed.labels(reason).inc()
 
     def recognised(
         self, preset: str, prompt_tokens: int, ordered_tokens: int, retrieval_tokens: int, requests: int = 1
     ) -> None:
-        """Count requests in which a preset of the proxy's templates finds documents, or the `LEARNED` form."""
         self._recognised.labels(preset).inc(requests)
         for name, tokens in (("prompt", prompt_tokens), ("ragorder", ordered_tokens), ("retrieval", retrieval_tokens)):
             self._recognised_tokens.labels(preset, name).inc(tokens)
@@ -168,8 +166,8 @@ class _StateCollector:
 
 @contextmanager
 def shared_metrics() -> Iterator[None]:
-    """Store metrics made in this block in files, by prometheus_client's multiprocess mode. Counters sum all processes,
-    gauges the running ones."""
+    """Keep metrics made in this block in files, by prometheus_client's multiprocess mode: counters of all processes are
+    added up, gauges of the running ones."""
     from prometheus_client import values
 
     with tempfile.TemporaryDirectory(prefix="ragorder-metrics-") as folder:
@@ -190,8 +188,8 @@ def forget_process(pid: int) -> None:
 
 
 class SharedMetrics(Metrics):
-    """`Metrics` of one process of a `shared_metrics` block; `whole` has those of all. Values that are computed when
-    a page is made reach other processes by `copy`."""
+    """`Metrics` of one process of a `shared_metrics` block; `whole` has those of all. `copy`, called now and then in
+    one thread, shares values that are read when a page is made."""
 
     def __init__(self) -> None:
         self._collectors: list[Collector] = []
@@ -212,7 +210,6 @@ class SharedMetrics(Metrics):
         self._collectors.append(collector)
 
     def copy(self) -> None:
-        """Call it now and then, in one thread."""
         for collector in self._collectors:
             for family in collector.collect():
                 (sample,) = family.samples

@@ -1,10 +1,11 @@
-"""Savings by ordering, from Prometheus metrics."""
+"""What ordering saves, from Prometheus metrics."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from math import isinf, sqrt
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ _DERIVED = (
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """Sums over requests with reported cached tokens; `absolute` and `squared` sum differences from the prediction."""
+    """Sums over requests with reported cached tokens; `absolute` and `squared` are of their prediction errors."""
 
     count: int
     reported: int
@@ -56,7 +57,7 @@ class Reports:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Cached tokens of the order that is not served, and their error; None if unknown, for this `reason`."""
+    """Cached tokens of the order that is not served, and their error, or None for this `reason`."""
 
     other_tokens: int | None
     error_tokens: int | None
@@ -66,20 +67,19 @@ class Comparison:
 def compare(served: int, prompt_tokens: int, cached_tokens: int, predicted_other: int, reports: Reports) -> Comparison:
     """Correct the prediction for the other order by reports on the served one.
 
-    If reports exceed predictions, the mean excess is added. If they fall short, other clients used the cache: the
-    prediction shrinks in proportion. Uncertainty: half the mean absolute error plus three standard errors of the mean.
+    If reports exceed predictions, their mean excess is added. If they fall short, because other clients used the cache,
+    the prediction shrinks in proportion. Its error: half the mean absolute error plus three standard errors of the
+    mean.
     """
-    count = reports.count
+    count, unknown = reports.count, partial(Comparison, None, None)
     if not served:
-        return Comparison(None, None, "no request has ended yet")
+        return unknown("no request has ended yet")
     if not count:
-        return Comparison(None, None, "predicted only: no request reported its cached tokens")
+        return unknown("predicted only: no request reported its cached tokens")
     if 2 * count < served:
-        said = f"predicted only: {count:,} of {served:,} requests reported their cached tokens"
-        return Comparison(None, None, said)
+        return unknown(f"predicted only: {count:,} of {served:,} requests reported their cached tokens")
     if count < _MIN_REPORTS:
-        said = f"too early: {count:,} of the first {_MIN_REPORTS} requests reported their cached tokens"
-        return Comparison(None, None, said)
+        return unknown(f"too early: {count:,} of the first {_MIN_REPORTS} requests reported their cached tokens")
     excess = (reports.reported - reports.predicted) / count
     if excess >= 0:
         other_tokens = predicted_other + excess * served
@@ -109,13 +109,15 @@ class Stats:
 
         print(fetch_stats("http://proxy:8000").saved_share)
 
-    `cached_tokens`: of the served order, reported for `reports` requests, else predicted; `predicted_other_tokens`: of
-    the other order; `other_cached_tokens`: the same corrected by the reports, give or take `error_tokens`, or None for
-    the reason `cannot_compare`. `order_us`: percentiles. Of the `ordered` requests, `reordered` have moved documents,
-    `reordered_cold` although nothing should be cached, and `best_moved` begin with another document than the best.
-    `passed`: unchanged requests by reason, in no other figure. `recognised`: the share of the prefill that a preset of
-    --template would save, by preset, from 20 requests on; that of a form learned in shadow mode is `LEARNED`.
-    `serving`: places of streamed layers, and the queues, batches and partitions of a server that retrieves documents.
+    - `cached_tokens`: of the served order, reported for `reports` requests, else predicted
+    - `other_cached_tokens`: `predicted_other_tokens` of the other order, corrected by the reports, ± `error_tokens`;
+      None for the reason `cannot_compare`
+    - `reordered`: `ordered` requests with moved documents, `reordered_cold` although nothing should be cached;
+      `best_moved` begin with another document than the best
+    - `passed`: unchanged requests by reason, in no other figure
+    - `recognised`: share of the prefill that a preset of --template would save, from 20 requests on; `LEARNED` is a
+      form learned in shadow mode
+    - `serving`: places of streamed layers, and queues, batches and partitions of a server that retrieves documents
     """
 
     shadow: bool
@@ -147,14 +149,13 @@ class Stats:
 
     @property
     def saved_tokens(self) -> int | None:
-        """Prefill tokens saved against retrieval order, served or in shadow; None if unknown."""
+        """Prefill tokens that ragorder's order saves, or in shadow mode would save; None if unknown."""
         if self.other_cached_tokens is None:
             return None
         return (self.other_cached_tokens - self.cached_tokens) * (1 if self.shadow else -1)
 
     @property
     def saved_share(self) -> float | None:
-        """Share of the prefill in retrieval order."""
         if self.saved_tokens is None or self.other_cached_tokens is None:
             return None
         retrieval = self.cached_tokens if self.shadow else self.other_cached_tokens
@@ -194,7 +195,7 @@ class Stats:
 
     @classmethod
     def of(cls, families: Iterable[Metric]) -> Stats:
-        """Read metric families of one or more processes. Raises ValueError without ragorder's metrics."""
+        """Raises ValueError without ragorder's metrics."""
         values: defaultdict[tuple[str, str], float] = defaultdict(float)
         buckets: defaultdict[float, float] = defaultdict(float)
         families = list(families)
@@ -284,7 +285,7 @@ def _recognised_savings(counts: Mapping[tuple[str, str], float]) -> dict[str, fl
 
 
 def fetch_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> Stats:
-    """Return the figures of the proxy, or of an application with its metrics at `url`/metrics. Raises ServerError,
+    """Return the figures of the proxy, or of an application with `Metrics` at `url`/metrics. Raises ServerError, or
     ImportError without ragorder[live]."""
     with needs("live", "talking to a server"):
         from prometheus_client.parser import text_string_to_metric_families
@@ -305,7 +306,7 @@ def fetch_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = None)
 
 
 def _percentile_us(buckets: Sequence[tuple[float, float]], percent: float) -> float:
-    """As Prometheus' histogram_quantile."""
+    """Interpolate as Prometheus' histogram_quantile."""
     finite = [(bound_s, count) for bound_s, count in buckets if not isinf(bound_s)]
     rank = (buckets[-1][1] if buckets else 0.0) * percent / 100
     below_s = below = 0.0

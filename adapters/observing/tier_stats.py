@@ -28,8 +28,8 @@ _QUERIES = "vllm:prefix_cache_queries_total"
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Prompt tokens by the source of their KV, since the server's start. `elsewhere`: another server, or a connector
-    without named sources. Tokens that a tier then fails to load are included."""
+    """Prompt tokens by the source of their KV, since the server's start, also those that a tier then failed to load.
+    `elsewhere`: another server, or a connector without named sources."""
 
     device: int = 0
     host: int = 0
@@ -49,7 +49,7 @@ class Hits:
 
     @classmethod
     def of(cls, families: Iterable[Metric]) -> Hits:
-        """Read metric families, all engines together. Raises ValueError without vLLM's metrics."""
+        """Add up all engines. Raises ValueError without vLLM's metrics."""
         queried, found = None, dict.fromkeys((*TIERS, "elsewhere"), 0)
         for family in families:
             for sample in family.samples:
@@ -82,13 +82,13 @@ class TierFigures:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Figures of a server. Gauges are from the engine's last step.
+    """Figures of a server; gauges are those of the engine's last step.
 
         fetch_tier_stats("http://host:8000")
 
     `device_order`: whether the device evicts in the policy's order (None if not configured). `profile`: whether prefill
-    times are measured (None if not awaited). `build`: fused requests by their fit to the build in the disk tier's
-    folder (empty without one): `used`, `other_model`, `other_prefix` or `other_documents`.
+    times are measured (None if not awaited). `build`: fused requests that used the build in the disk tier's folder
+    (`used`), or did not (`other_model`, `other_prefix`, `other_documents`); empty without a build.
     """
 
     tiers: tuple[TierFigures, ...]
@@ -108,7 +108,7 @@ class TierStats:
 
     @property
     def misfits(self) -> str:
-        """What keeps requests from using the build, with counts; empty if nothing does."""
+        """Why requests do not use the build, with counts, or ""."""
         words = {fit: count for fit, count in self.build.items() if count and fit in _MISFITS}
         return ", ".join(f"{count:,} have {_MISFITS[fit]}" for fit, count in words.items())
 
@@ -169,7 +169,7 @@ class TierStats:
 
 
 def fetch_tier_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> TierStats:
-    """Return the figures of a vLLM server. Raises ServerError, ImportError without ragorder[live]."""
+    """Return the figures of a vLLM server. Raises ServerError, or ImportError without ragorder[live]."""
     root, families = _fetch(url, timeout_s, api_key)
     try:
         return TierStats.of(families)
@@ -183,7 +183,6 @@ def fetch_tier_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = 
 
 
 def fetch_hits(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> Hits:
-    """Return the hits of any vLLM server. Raises as `fetch_tier_stats` does."""
     return Hits.of(_fetch(url, timeout_s, api_key)[1])
 
 

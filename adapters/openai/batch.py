@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ragorder import Document
 from ragorder.adapters.openai.call import Call, CallSetup, OrderedStream, generate_async
@@ -19,7 +18,7 @@ from ragorder.common.lock import is_collecting
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths
 
 BatchRequest = tuple[str, Sequence[Document]] | tuple[str, Sequence[Document], Hashable]
-"""A query, its documents in retrieval order, and optionally a scope."""
+"""A query, its documents in retrieval order, and a scope if there is one."""
 
 BatchOutcome = tuple[int, Answer | Exception]
 
@@ -27,16 +26,15 @@ BatchOutcome = tuple[int, Answer | Exception]
 _FORESEEN = 8
 
 
-@dataclass(frozen=True, slots=True)
-class _QueuedRequest:
-    index: int
+class _QueuedRequest(NamedTuple):
+    number: int
     query: str
     documents: Sequence[Document]
     scope: Hashable
 
 
 class BatchBacklog:
-    """Unsent requests of a batch. Thread-safe. Raises TypeError or ValueError for invalid input."""
+    """Requests of a batch that are not yet sent. Thread-safe. Raises TypeError or ValueError for invalid input."""
 
     def __init__(
         self,
@@ -64,7 +62,7 @@ class BatchBacklog:
         self.workers = min(concurrency, self.size)
 
     def take(self) -> tuple[int, Call | Exception] | None:
-        """Return the next request's index and its call, which must be sent at once, or its error; None at the end."""
+        """Return the next request's index and its call, to be sent at once, or its error; None at the end."""
         with self._lock:
             if not self._queue:
                 return None
@@ -74,18 +72,18 @@ class BatchBacklog:
         waiting = [each.documents for each in foreseen if each.scope == taken.scope]
         try:
             question = taken.query, taken.documents, taken.scope
-            return taken.index, Call(self._setup, *question, waiting, self._options, hands_out=False)
+            return taken.number, Call(self._setup, *question, waiting, self._options, hands_out=False)
         except (TypeError, ValueError) as error:
-            return taken.index, error
+            return taken.number, error
 
     def _lengths(self, waiting: _QueuedRequest) -> Callable[[], CachedLengths]:
-        setup = self._setup
-        question_tokens = cache(setup.builder.suffix_tokens)
-        return lambda: predict_lengths(setup.orderer, waiting.documents, waiting.scope, question_tokens(waiting.query))
+        _, query, documents, scope = waiting
+        question_tokens = cache(self._setup.builder.suffix_tokens)
+        return lambda: predict_lengths(self._setup.orderer, documents, scope, question_tokens(query))
 
 
 def answer_many(backlog: BatchBacklog) -> Generator[BatchOutcome, None, None]:
-    """Use a thread for each request in flight. Closing ends each request at its next piece."""
+    """A thread sends each request in flight. Closing ends a request at its next piece."""
     ready: SimpleQueue[tuple[int, Answer | BaseException]] = SimpleQueue()
     stopped = threading.Event()
 
@@ -116,7 +114,7 @@ def answer_many(backlog: BatchBacklog) -> Generator[BatchOutcome, None, None]:
 
 
 async def answer_many_async(backlog: BatchBacklog) -> AsyncGenerator[BatchOutcome, None]:
-    """Use a task for each request in flight. Closing cancels them."""
+    """A task sends each request in flight. Closing cancels them."""
     ready: asyncio.Queue[tuple[int, Answer | BaseException]] = asyncio.Queue()
 
     async def work() -> None:

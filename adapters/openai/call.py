@@ -1,4 +1,4 @@
-"""One question to a server: attempts with their orderings, and streams for threads and coroutines."""
+"""One question to a server: its attempts, orderings and streams."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class CallSetup:
 
 @dataclass(eq=False, repr=False)
 class Call:
-    """One question, without I/O. The driver makes attempts, each after `delay_s`, until there is an `answer`."""
+    """One question, without I/O: a driver makes attempts, each after `delay_s`, until there is an `answer`."""
 
     setup: CallSetup
     query: str
@@ -91,7 +91,7 @@ class Call:
 
     @contextmanager
     def attempt(self) -> Iterator[Reply]:
-        """Make an ordering, and finish it at the block's end. Swallows an error if another attempt follows."""
+        """Order the documents, and finish the ordering at the block's end. Swallows an error that is retried."""
         ordering = self.ordering = self._order()
         reply = Reply(ordering)
         try:
@@ -118,7 +118,7 @@ class Call:
                 ordering.confirm(answer.cached_tokens, answer.total_tokens, **counts)
 
     def create(self, reply: Reply) -> Any:
-        """Call it at once: requests are sent in the order of their orderings."""
+        """Must follow the ordering at once: requests are sent in the order of their orderings."""
         request = self._request(reply.ordering)
         reply.sent_s = time.perf_counter()
         return self.setup.endpoint.create(request, self.options, self._usage_option)
@@ -130,7 +130,7 @@ class Call:
         return self.setup.ordered.request(self.query, ordering, self.scope, self.options)
 
     def _answered(self, answer: Answer) -> None:
-        """Called with the whole answer, before its ordering is confirmed."""
+        """Called before the ordering is confirmed."""
 
     def _topic(self) -> str | None:
         return self.setup.orderer.topic(self.documents, scope=self.scope)
@@ -179,7 +179,7 @@ def _opened(stream: Any) -> Iterator[Any]:
 
 
 def _pieces(call: Call) -> Generator[str, None, None]:
-    """Yield the answer's pieces, some empty; the first one when the server has accepted the request."""
+    """Yield the answer's pieces, some empty, the first when the server has accepted the request."""
     while call.answer is None:
         if call.delay_s:
             (call.setup.sleep or time.sleep)(call.delay_s)
@@ -230,7 +230,7 @@ class _BaseStream:
 
 
 class OrderedStream(_BaseStream, Iterator[str]):
-    """Stream of an answer's pieces. Closing it early, or dropping it, ends the request."""
+    """An answer's pieces. Closing the stream, or dropping it, ends the request."""
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
@@ -251,7 +251,7 @@ class OrderedStream(_BaseStream, Iterator[str]):
 
 
 class AsyncOrderedStream(_BaseStream, AsyncIterator[str]):
-    """`OrderedStream` for coroutines. Use `async with`, or close it: a dropped one ends late."""
+    """`OrderedStream` for coroutines. Use `async with`, or close it: a dropped stream ends late."""
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)

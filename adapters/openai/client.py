@@ -39,8 +39,8 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
     ) -> A:
         """Return the `Answer` to a question on documents in retrieval order.
 
-        `scope` and `waiting` as for `Orderer.order`, others as for create(): by default 256 `max_tokens`, `temperature`
-        0. Raises the openai client's errors, TypeError or ValueError for options that this client sets and for a scope
+        `scope` and `waiting` as for `Orderer.order`, `options` as for create() (`max_tokens` 256, `temperature` 0).
+        Raises the openai client's errors, TypeError or ValueError for options that this client sets and for a scope
         that cannot be a salt.
         """
         return self._generate(Call(self, query, documents, scope, waiting, options, hands_out=False))
@@ -66,8 +66,8 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
         reference: str = REFERENCE,
         rebase: Iterable[Document] | None = None,
     ) -> Conversation[A, S]:
-        """Continue a conversation from `messages` as sent and answered. `repeat`, `reference` and `rebase` as for
-        `PromptBuilder.turn`. Raises TypeError and ValueError for invalid messages, and for prompts="token_ids"."""
+        """Continue a conversation from its earlier `messages`. `repeat`, `reference` and `rebase` as for
+        `PromptBuilder.turn`. Raises TypeError or ValueError for invalid messages, and for prompts="token_ids"."""
         if self.prompts != "messages":
             raise ValueError(f"a conversation needs messages: give {type(self).__name__}(prompts='messages')")
         return Conversation(self, self._generate, self._stream, messages, scope, repeat, reference, rebase)
@@ -83,28 +83,27 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
     ) -> M:
         """Yield (index, `Answer`) for each (query, documents) or (query, documents, scope), in order of completion.
 
-        Requests with the largest cached share are sent first; at most `window` later ones overtake one. A failed
-        request yields its exception, or ends the batch (`on_error`). Nothing is sent before the first outcome is
-        requested; closing the iterator ends requests in flight. Raises TypeError or ValueError.
+        Those with the largest cached share are sent first, from the first `next` on; at most `window` later ones
+        overtake one. A failed request yields its exception, or raises it (`on_error`). Closing the iterator ends
+        requests in flight. Raises TypeError or ValueError.
         """
         return self._answer_many(BatchBacklog(self, requests, options, concurrency, window, on_error))
 
 
 class OrderedClient(_BaseClient[Answer, OrderedStream, Generator[BatchOutcome, None, None]]):
-    """Client that sends questions and their ordered documents to an OpenAI-compatible server. Thread-safe.
+    """Sends questions and their ordered documents to an OpenAI-compatible server. Thread-safe.
 
         rag = OrderedClient(openai.OpenAI(base_url=url), model="…", orderer=orderer, builder=builder)
         rag.generate("Which drawer?", documents).text
 
     - `prompts`: "messages" for chat completions; "token_ids" for completions (with the served model's tokenizer).
-    - `retries`: attempts after a stream broke before the caller saw any of it; `sleep(seconds)` before each.
+    - `retries` after a stream broke before the caller saw any of it, each after `sleep(seconds)`.
     - `send_salt`: send a string scope as vLLM's `cache_salt` (at most 128 characters, without @, /, \\ and NUL).
     - `send_facts`: send document ends and a digest of the scope to a vLLM with ragorder tiers (docs/tiers.md).
     - `topic_header`: send the documents' topic in this header, for a router among replicas (docs/replicas.md).
 
     Servers should report cached tokens (vLLM: --enable-prompt-tokens-details, SGLang: --enable-cache-report). `stream`
-    sends its request at once. Raises ImportError without openai, TypeError for an asynchronous client, ValueError for
-    wrong options.
+    sends its request at once. Raises ImportError without openai, TypeError for an asynchronous client, ValueError.
     """
 
     _foreign = ("AsyncOpenAI", "AsyncOrderedClient")

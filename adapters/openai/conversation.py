@@ -1,4 +1,4 @@
-"""Conversations of a client: each turn only adds messages."""
+"""Conversations of a client, whose turns only add messages."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class _TurnCall(Call):
 
 
 class Conversation(Generic[A, S]):
-    """Turns of one conversation, from `OrderedClient.conversation`; one at a time.
+    """A conversation, from `OrderedClient.conversation`; one turn at a time.
 
         chat = rag.conversation(messages=stored)
         answer = chat.ask("When are orders shipped?", documents)
         stored = chat.messages
 
-    - `messages`: everything sent and answered, for the application to store; a failed turn leaves them unchanged
-    - `turn`: the last answered turn, with its documents `new` and `repeated`
+    `messages` is everything sent and answered, for the application to store; a failed turn does not change it. `turn`
+    has the last turn's documents, `new` and `repeated`.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class Conversation(Generic[A, S]):
         return self._turn
 
     def ask(self, question: str, documents: Sequence[Document] = (), **options: Any) -> A:
-        """Return the `Answer` as a new turn. Options and errors as for `OrderedClient.generate`; no tools."""
+        """Return the `Answer`, a new turn. Options and errors as for `OrderedClient.generate`, without tools."""
         return self._generate(self._call(question, documents, options, hands_out=False))
 
     def stream(self, question: str, documents: Sequence[Document] = (), **options: Any) -> S:
-        """The answer counts as a turn once it is complete."""
+        """The answer is a turn once it is complete."""
         return self._stream(self._call(question, documents, options, hands_out=True))
 
     def regenerate(self, **options: Any) -> A:
@@ -137,14 +137,14 @@ class Conversation(Generic[A, S]):
             self._sent = {content: known[content] for content in _contents(messages) if known.get(content)}
 
     def earlier(self, history: Sequence[Message]) -> list[Document] | None:
-        """Return documents that may be rebased: the given ones, and those of turns in the history."""
         if self.rebase is None:
             return None
         sent = (self._sent.get(content, ()) for content in _contents(history))
         return [*self.rebase, *(each for documents in sent for each in documents)]
 
     def topic(self, documents: Sequence[Document], history: Sequence[Message]) -> str | None:
-        """Return one topic for all turns, of the first documents or message: one engine has the history cached."""
+        """Return one topic for all turns, because one engine has the history cached: the first message's, or else the
+        first documents'."""
         if self._topic is None:
             opening = next((message for message in history if message.get("role") not in _INSTRUCTIONS), None)
             if opening is not None:

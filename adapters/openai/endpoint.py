@@ -60,14 +60,14 @@ class ModelEndpoint:
 
 
 class UsageOption:
-    """The `stream_options` of one request, left out of later ones if the server accepts a request only without."""
+    """Whether a request asks for its usage. Later ones do not, once the server accepts only one that does not."""
 
     def __init__(self, endpoint: ModelEndpoint) -> None:
         self.sent = not endpoint.refuses_usage
         self._endpoint = endpoint
 
     def drop(self, error: Exception) -> bool:
-        """Return whether this error refuses the option, so that the request should be sent again."""
+        """Return whether the error refuses the option, so that the request should be sent again."""
         refused = self.sent and _refuses_stream_options(error)
         self.sent = self.sent and not refused
         return refused
@@ -86,7 +86,8 @@ def _refuses_stream_options(error: Exception) -> bool:
 
 
 def checked_options(options: dict[str, Any], scope: Hashable, send_salt: bool) -> dict[str, Any]:
-    """Return the options for create(), without None, with the salt. Raises TypeError or ValueError, without values."""
+    """Return the options of create() that are not None, with the salt. Errors (TypeError, ValueError) quote no
+    value."""
     sent = {name: value for name, value in options.items() if value is not None}
     body = sent["extra_body"] = dict(sent.get("extra_body", ()))
     for name in _OWNED:
@@ -115,11 +116,11 @@ def checked_salt(scope: str) -> str:
 
 
 class OpenAIStreams:
-    """An OpenAI-compatible server as the engine of a pipeline. Closing a stream aborts its request on vLLM and SGLang.
+    """An OpenAI-compatible server as a pipeline's engine. Closing a stream aborts its request on vLLM and SGLang.
 
         engine = OpenAIStreams(openai.AsyncOpenAI(base_url=url), "…")
 
-    Options as for `OrderedClient`. Raises ImportError without openai, TypeError for a synchronous client.
+    Options as for `OrderedClient`. Raises ImportError, or TypeError for a synchronous client.
     """
 
     def __init__(self, client: Any, model: str, *, send_salt: bool = True, send_facts: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Retrieval overlapped with prefill on real engines (RAGCache++ section 3.6, RAGCache section 5.3)."""
+"""Retrieval overlapped with prefill (RAGCache++ section 3.6, RAGCache section 5.3)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class WatchedEngine:
         self._answered: set[Hashable] | None = None
 
     def trusted(self, scope: Hashable) -> bool:
-        """Return False after a failure, which may be a restart, until an answer in this scope."""
+        """Return False between a failure, which may be a restart, and the next answer in this scope."""
         return self._answered is None or scope in self._answered
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
@@ -115,12 +115,12 @@ class WatchedEngine:
 
 
 class SystemPrefix:
-    """Prompt prefix before the documents, one per scope; with `reuse="fused"` each question is prefilled after it.
+    """System prompt, prefilled once per scope; with `reuse="fused"` for each question, together with it.
 
         prefix = SystemPrefix(orderer, builder, engine)
         pipeline = Pipeline(retrieval, prompts, prefix.engine, warm_up=WarmUp(prefix))
 
-    After a failure of its `engine`, prefixes count as evicted. Raises ValueError for invalid `prompts`.
+    After a failure of its `engine` it counts as evicted. Raises ValueError for invalid `prompts`.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class SystemPrefix:
         return (question.scope, question.query) if self._asks else question.scope
 
     def is_cached(self, question: Question, /) -> bool:
-        """True for a prefix shorter than a block, which is never cached."""
+        """Return True also for a prefix shorter than a block, for which a warm-up is useless."""
         if self._asks:
             return False
         if self._builder.prefix_tokens < self._orderer.settings.block_size:
@@ -185,7 +185,7 @@ def _is_loss(error: Exception) -> bool:
 
 
 class PromptLoad(EngineLoad):
-    """Load of a shared engine; by default `max_prefill_bs` is the number of mean prompts in `token_budget`."""
+    """Load of a shared engine. By default `max_prefill_bs` is the number of mean prompts in `token_budget` tokens."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class PromptLoad(EngineLoad):
 
 
 class MetricsPoll:
-    """Number of requests on a vLLM server, polled from its /metrics during searches; None without a recent answer."""
+    """Number of requests on a vLLM server, polled from /metrics during searches; None without a recent answer."""
 
     def __init__(self, client: Any, engine: WatchedEngine) -> None:
         self._client = client
@@ -299,8 +299,8 @@ def ordered_pipeline(
 
     - `warm_up`: prefill an uncached system prompt during retrieval.
     - `speculate`: generate on provisional documents while fewer than `max_prefill_bs` requests wait for their first
-      token (None: the number that fits into `token_budget` tokens an iteration).
-    - `cautious`: only if recent searches predict a gain.
+      token (None: how many mean prompts an iteration of `token_budget` tokens has); if `cautious`, only where recent
+      searches predict a gain.
     - `requests()`: all clients' requests on the engine (None: unknown). `ends` are awaited on closing.
 
     Raises ValueError for invalid `prompts` and for a `max_prefill_bs` below 1.
@@ -352,8 +352,8 @@ class _BasePipelinedClient(Generic[S, A]):
         self._pipeline = ordered_pipeline(engine, prompts=prompts, speculate=speculate, **parts, **options)
 
     def stream(self, query: str, *, scope: Hashable = None, **options: Any) -> S:
-        """Stream the answer; closing it early ends retrieval and requests. Options and errors as for
-        `OrderedClient.generate`, and retrieval's errors."""
+        """Stream the answer; closing it ends retrieval and requests. Options and errors as for
+        `OrderedClient.generate`; raises retrieval's errors, too."""
         return self._runner.stream(self._question(query, scope, **options))
 
     def answer(self, query: str, *, scope: Hashable = None, **options: Any) -> A:
@@ -378,10 +378,8 @@ class PipelinedClient(_BasePipelinedClient[PipelinedStream, Coroutine[Any, Any, 
         async with client, client.stream("Which drawer?") as stream:
             async for text in stream: ...
 
-    - `retrieval`: called with the `Question`: `plain_retrieval` (warm-ups only) or `staged_retrieval`.
-    - `report_load`: poll vLLM's /metrics for its number of requests during searches.
-
-    Other options and errors as for `OrderedClient` and `ordered_pipeline`.
+    `retrieval`: `plain_retrieval` (warm-ups only) or `staged_retrieval`. `report_load` polls the number of requests
+    from vLLM's /metrics during searches. Other options and errors as for `OrderedClient` and `ordered_pipeline`.
     """
 
     def __init__(self, client: Any, **options: Any) -> None:
@@ -405,7 +403,8 @@ class SyncPipelinedClient(_BasePipelinedClient[SyncStream, SyncStream]):
         with SyncPipelinedClient(openai.AsyncOpenAI(base_url=url), **options) as client:
             print(client.answer("Which drawer?").text)
 
-    `close` ends running requests and the openai client, which nothing else may use. Closed, it raises RuntimeError.
+    `close` ends running requests and closes the openai client, which must have no other user. Raises RuntimeError once
+    closed.
     """
 
     def __init__(self, client: Any, **options: Any) -> None:

@@ -33,7 +33,7 @@ PromptForm = Literal["messages", "token_ids"]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`options` are further ones of create() or SamplingParams; `streamed`: tokens are read as they come."""
+    """`options` are further ones of create() or SamplingParams. `streamed`: the answer is read as it is generated."""
 
     query: str
     scope: Hashable = None
@@ -48,7 +48,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
-    """A chat's messages or a prompt's tokens.
+    """A chat's messages, or a prompt's tokens.
 
     Without a tokenizer `prompt_tokens` is estimated, and `document_ends` (in tokens) is empty. `keep_question`: a
     warm-up, with the question after the system prompt. `extra_body`: fields that a cloud's breakpoints need.
@@ -71,13 +71,13 @@ class PromptRequest:
 
 @dataclass(frozen=True, slots=True)
 class TimedUsage(Usage):
-    """Usage of a request sent at `sent_s` (time.perf_counter)."""
+    """Usage of a request, and when it was sent (`time.perf_counter`)."""
 
     sent_s: float | None = None
 
 
 def finish(ordering: Ordering[Document], usage: Usage | None, ordered_s: float) -> None:
-    """Confirm an ordering made at `ordered_s` (time.perf_counter)."""
+    """Confirm an ordering made at `ordered_s` (`time.perf_counter`)."""
     if usage is None:
         ordering.confirm()
         return
@@ -100,13 +100,13 @@ def predict_lengths(
 
 
 class OrderedPrompts:
-    """Builder of requests with documents ordered for the engine's prefix cache.
+    """Makes requests whose documents are ordered for the engine's prefix cache.
 
         pipeline = Pipeline(retrieval, OrderedPrompts(orderer, builder), engine)
 
-    `prompts`: "messages" for a server's chat template, "token_ids" as `builder` made them. `learn` gets the prompt
-    tokens of each committed request. `waiting` returns the documents of requests after a question, in its scope. Raises
-    ValueError for invalid `prompts`.
+    `prompts`: "messages" for a server's chat template, "token_ids" as `builder` makes them. `learn` gets the prompt
+    tokens of each committed request. `waiting` returns the documents of the requests after a question, in its scope.
+    Raises ValueError for invalid `prompts`.
     """
 
     def __init__(
@@ -171,7 +171,6 @@ class OrderedPrompts:
         )
 
     def lengths(self, question: Question, documents: Sequence[Document], /) -> Callable[[], CachedLengths]:
-        """Return a predictor of a request's cached and computed tokens."""
         return partial(
             predict_lengths, self._orderer, documents, question.scope, self._builder.suffix_tokens(question.query)
         )

@@ -1,4 +1,4 @@
-"""Streamed response, read chunk by chunk, and the answer."""
+"""A streamed response, and its answer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ragorder.clouds import read_cloud_usage
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`cached_tokens` of the `prompt_tokens` were reused, and `written_tokens` were written into a cloud's cache;
-    unreported or impossible counts are None. `ttft_s`: seconds to the first token, with the openai client's retries."""
+    """Of the `prompt_tokens`, `cached_tokens` were reused and `written_tokens` written into a cloud's cache; unreported
+    or impossible counts are None. `ttft_s`: seconds to the first token, the openai client's retries included."""
 
     text: str
     cached_tokens: int | None
@@ -36,7 +36,7 @@ class Answer:
 
 
 class Reply:
-    """Response to a request sent at `sent_s` (time.perf_counter). `accepted`: the server has responded."""
+    """Response to a request sent at `sent_s` (`time.perf_counter`). `accepted`: the server has responded."""
 
     def __init__(self, ordering: Ordering[Document]) -> None:
         self.ordering = ordering
@@ -84,7 +84,7 @@ class Reply:
 
 
 async def read_chunks(stream: Any) -> AsyncIterator[Any]:
-    """Yield the chunks as mappings: the client's models of them cost more than all else. Raises openai.APIError."""
+    """Yield the chunks as mappings, because the client's models of them cost more than all else. Raises APIError."""
     import openai
 
     if type(stream) is not openai.AsyncStream:
@@ -110,7 +110,7 @@ async def read_chunks(stream: Any) -> AsyncIterator[Any]:
 
 
 class _TailedResponse:
-    """HTTP response that keeps its last bytes: the openai client does not report [DONE]."""
+    """Response that keeps its last bytes, because the openai client does not report [DONE]."""
 
     def __init__(self, response: Any) -> None:
         self._response = response

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def load_tokenizer(model: str | Path) -> Any:
-    """Load it by the model's folder or name on the Hub. Raises ImportError, OSError or ValueError."""
+    """Load it from a folder or the Hub. Raises ImportError, OSError or ValueError."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

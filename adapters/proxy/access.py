@@ -1,4 +1,4 @@
-"""Access control of the proxy."""
+"""Access control of the proxy, and warnings about its requests."""
 
 from __future__ import annotations
 
@@ -22,19 +22,34 @@ _READABLE = (b"access-control-allow-origin", b"*")
 _CHALLENGES = [(b"www-authenticate", b"Bearer"), (b"www-authenticate", b'Basic realm="ragorder", charset="UTF-8"')]
 
 
-class APIKeyMiddleware:
-    """Middleware that requires the key: as Bearer token, basic authentication password (browsers) or x-api-key
-    (Anthropic clients). Browsers send CORS preflights without the key: the upstream server answers them."""
+class AccessMiddleware:
+    """Lets requests pass for which `check` raises no HTTPError, and those of `open_paths`."""
 
-    def __init__(self, app: ASGIApp, key: str, *, open_paths: frozenset[str] = frozenset()) -> None:
+    def __init__(self, app: ASGIApp, check: Callable[[Scope], None], *, open_paths: frozenset[str]) -> None:
         self._app = app
-        # Secret files often end in a newline, which no header can contain.
-        self._key = key.strip().encode()
+        self._check = check
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_checked = scope["type"] == "http" and scope["path"] not in self._open_paths
-        if is_checked and not self._has_key(scope) and not _is_preflight(scope):
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+            self._check(scope)
+        try:
+            await self._app(scope, receive, send)
+        except HTTPError as error:
+            error.headers = [*error.headers, _READABLE]
+            raise
+
+
+def key_check(key: str) -> Callable[[Scope], None]:
+    """Require the key: as Bearer token, password of basic authentication (browsers) or x-api-key (Anthropic's clients).
+    CORS preflights, which browsers send without it, go to the upstream server."""
+    # Secret files often end in a newline, which no header can contain.
+    expected = key.strip().encode()
+
+    def check(scope: Scope) -> None:
+        secrets = [_secret(value) for name, value in scope["headers"] if name == b"authorization"]
+        secrets = secrets or [value for name, value in scope["headers"] if name == b"x-api-key"]
+        if not (len(secrets) == 1 and hmac.compare_digest(secrets[0], expected)) and not _is_preflight(scope):
             raise HTTPError(
                 401,
                 "The proxy requires its API key: send it as Authorization: Bearer KEY or x-api-key: KEY (the api_key "
@@ -42,44 +57,28 @@ class APIKeyMiddleware:
                 code="invalid_api_key",
                 headers=[*_CHALLENGES, _READABLE],
             )
-        await _run(self._app, scope, receive, send)
 
-    def _has_key(self, scope: Scope) -> bool:
-        secrets = [_secret(value) for name, value in scope["headers"] if name == b"authorization"]
-        secrets = secrets or [value for name, value in scope["headers"] if name == b"x-api-key"]
-        return len(secrets) == 1 and hmac.compare_digest(secrets[0], self._key)
+    return check
 
 
-class HostMiddleware:
-    """Middleware that refuses other hosts and web pages of other hosts (DNS rebinding), for a proxy without a key."""
+def host_check(hosts: Collection[str]) -> Callable[[Scope], None]:
+    """Refuse other hosts, and web pages of other hosts (DNS rebinding), for a proxy without a key."""
+    known = frozenset(host.lower() for host in hosts)
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str], *, open_paths: frozenset[str] = frozenset()) -> None:
-        self._app = app
-        self._hosts = frozenset(host.lower() for host in hosts)
-        self._open_paths = open_paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open_paths:
-            hosts = [value for name, value in scope["headers"] if name == b"host"]
-            if len(hosts) != 1 or self._is_foreign(b"//" + hosts[0]):
-                raise _refused("It was sent to a host", "Host", "foreign_host")
-            if any(self._is_foreign(value) for name, value in scope["headers"] if name == b"origin"):
-                raise _refused("It comes from a web page of a host", "Origin", "foreign_origin")
-        await _run(self._app, scope, receive, send)
-
-    def _is_foreign(self, address: bytes) -> bool:
+    def is_foreign(address: bytes) -> bool:
         try:
-            return b"@" in address or urlsplit(address.decode("latin-1")).hostname not in self._hosts
+            return b"@" in address or urlsplit(address.decode("latin-1")).hostname not in known
         except ValueError:
             return True
 
+    def check(scope: Scope) -> None:
+        sent_to = [value for name, value in scope["headers"] if name == b"host"]
+        if len(sent_to) != 1 or is_foreign(b"//" + sent_to[0]):
+            raise _refused("It was sent to a host", "Host", "foreign_host")
+        if any(is_foreign(value) for name, value in scope["headers"] if name == b"origin"):
+            raise _refused("It comes from a web page of a host", "Origin", "foreign_origin")
 
-async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    try:
-        await app(scope, receive, send)
-    except HTTPError as error:
-        error.headers = [*error.headers, _READABLE]
-        raise
+    return check
 
 
 def _is_preflight(scope: Scope) -> bool:
@@ -155,8 +154,8 @@ _KEPT = (
 
 
 class UnorderedRequests:
-    """Counter of requests whose documents were not ordered. Warns if the first 20 had none (and adds `hint`), and once
-    if a client sets breakpoints."""
+    """Counts requests whose documents are not ordered. Warns if the first 20 have none (and adds `hint`), and once if a
+    client sets breakpoints."""
 
     def __init__(
         self,
@@ -198,7 +197,7 @@ class UnorderedRequests:
 
 
 class _Detector:
-    """Looks at requests until it warns, or knows that it need not."""
+    """Looks at requests until it has warned, or need not."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
@@ -210,8 +209,8 @@ class _Detector:
 
 
 class RenamedIds(_Detector):
-    """Detector of ids that change while the text stays, such as ranks: warns if most recurring texts were renamed; with
-    `by_place`, if some ids do not number positions. Keeps 16,384 digests, about 5 MB."""
+    """Warns if most recurring texts have new ids, such as ranks; with `by_place`, if some ids do not number positions.
+    Keeps 16,384 digests, about 5 MB."""
 
     def __init__(self, warn: Callable[[str], None], *, by_place: bool = False) -> None:
         super().__init__(warn)
@@ -221,7 +220,6 @@ class RenamedIds(_Detector):
         self._are_places = True
 
     def look(self, salt: str | None, documents: Iterable[tuple[str, str]], *, are_places: bool) -> None:
-        """`are_places`: the ids number positions."""
         if not self._watching:
             return
         if self._by_place:
@@ -242,8 +240,8 @@ class RenamedIds(_Detector):
 
 
 class UnsharedRequests(_Detector):
-    """Detector of ordered requests that share nothing: warns after 20 requests whose texts before the documents are all
-    different, or 100 without a document that came before. The first request of a tenant does not count."""
+    """Warns after 20 ordered requests whose texts before the documents all differ, or 100 without a document of an
+    earlier one. The first request of a tenant does not count."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         super().__init__(warn)
@@ -251,7 +249,7 @@ class UnsharedRequests(_Detector):
         self._requests = self._fronts = 0
 
     def look(self, salt: str | None, scope: bytes, keys: Iterable[str], *, shares: bool) -> None:
-        """`keys` are the documents'; `shares`: part of the prompt should be cached."""
+        """`shares`: part of the prompt should be cached."""
         if not self._watching:
             return
         has_tenant, has_front = self._is_known(digest_of(salt)), self._is_known(digest_of("front", scope))

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from ragorder.adapters.cloud_orderers import CloudOrderers
 from ragorder.adapters.http_server.errors import ErrorMiddleware
 from ragorder.adapters.http_server.request_body import MemoryBudget
-from ragorder.adapters.proxy.access import APIKeyMiddleware, HostMiddleware
+from ragorder.adapters.proxy.access import AccessMiddleware, host_check, key_check
 from ragorder.adapters.proxy.admission import AdmissionQueue
 from ragorder.adapters.proxy.bodies.parsing import BodyParser, PromptLearner
 from ragorder.adapters.proxy.bodies.presets import PromptRecogniser
@@ -76,36 +76,33 @@ def make_app(
     make_transport: Callable[[], httpx2.AsyncBaseTransport] | None = None,
 ) -> ASGIApp:
     """Return the proxy for the OpenAI- or Anthropic-compatible server at `upstream` (with or without /v1), or for a
-    fleet, whose replicas have their own orderers: `orderer` then only gets the warnings.
+    fleet, whose replicas have orderers of their own: `orderer` then only gets the warnings.
 
-    - `builder` renders tagged documents and their question; it has no system prompt.
+        app = make_app(Orderer(capacity_tokens=100_000), upstream="http://127.0.0.1:8000")
+
+    - `builder` renders tagged documents and their question.
     - `tokenizer` (transformers): the served model's, and the builder's.
-    - `template` finds documents in untagged messages; the first of several that does counts.
-    - `finds_native`: also orders documents in the APIs' fields and blocks, and translates citations.
-    - `stable_tools`: sends tools by name, also without documents.
-    - `on_recognised`: see `PromptRecogniser` (None: no presets); `learner` gets the other requests without documents.
-    - `api_key` is required of clients (without it they may use only `hosts`), `upstream_api_key` is sent upstream.
-    - `send_facts`: sends ends of documents (with `tokenizer`) and a digest of the tenant to a vLLM with ragorder tiers.
+    - `template` finds documents in untagged messages; of several, the first that does.
+    - `finds_native`: order documents in the APIs' own fields and blocks, and translate citations.
+    - `stable_tools`: sort tools by name, also without documents.
+    - `on_recognised`: see `PromptRecogniser` (None: no presets); `learner` gets requests in which none finds documents.
+    - `api_key` is required of clients (without it only `hosts` may be addressed); `upstream_api_key` is sent upstream.
+    - `send_facts`: send document ends (with `tokenizer`) and a digest of the tenant to a vLLM with ragorder tiers.
     - `number_by_place`: ids that number ranks from 1 become positions in the prompt.
     - `repeated` names documents that an earlier message has instead of sending them again.
-    - `marks`: adds breakpoints after the documents to bodies of /v1/messages without cache_control; the orderer then
-      takes `feedback=False`. Bodies with a client's own breakpoints keep their order, unless `marks` is False: then the
-      server's cache finds any common prefix.
-    - `clouds`: orders bodies for these models by their cache's rules. Sets breakpoints, too, unless the client does: in
+    - `marks`: set breakpoints after the documents in /v1/messages; the orderer then takes `feedback=False`. A client's
+      own breakpoints keep the documents' order, unless `marks` is False: then the cache finds any common prefix.
+    - `clouds`: order bodies for these models by their cache's rules. Breakpoints are set unless the client does: in
       OpenAI's chats and responses, and with `marks` in /v1/messages.
-    - `topic_header`: header for the documents' topic upstream; with `route` nothing is ordered.
-    - `on_passed` gets the reason for each request forwarded without documents.
-    - `on_tbt` gets the mean seconds between tokens of each streamed answer on documents.
-    - `on_sent` gets each request's sent order (`SharedOrderer.share`).
+    - `topic_header`: send the documents' topic in this header; with `route` nothing is ordered.
+    - `on_passed` gets the reason for each request forwarded without documents, `on_tbt` the mean seconds between tokens
+      of each streamed answer on documents, `on_sent` each sent order (`SharedOrderer.share`).
     - `body_limit` (each) and `bodies_limit` (all together) are in bytes.
-    - `routes` are added to the proxy's; `background` tasks run until it stops and must not raise; `make_transport`
-      replaces the connections upstream.
+    - `routes` are added; `background` tasks must not raise; `make_transport` replaces connections upstream.
 
     Raises ValueError for a builder with a system prompt, an invalid header, and `route` without a header or with a
     fleet; AddressError for a malformed address or key; TemplateError for `number_by_place` without an id, or with
-    `repeated`.
-
-        app = make_app(Orderer(capacity_tokens=100_000), upstream="http://127.0.0.1:8000")"""
+    `repeated`."""
     templates = [template] if isinstance(template, DocumentTemplate) else template or []
     if number_by_place and not all(each.shows_id or each.shows_number for each in templates):
         raise TemplateError("numbering by position needs {id} in the template")
@@ -193,9 +190,9 @@ def make_app(
 
     app: ASGIApp = Router([*own, *routes], redirect_slashes=False, default=proxy, lifespan=lifespan)
     if api_key is not None:
-        app = APIKeyMiddleware(app, api_key, open_paths=PROBES)
+        app = AccessMiddleware(app, key_check(api_key), open_paths=PROBES)
     elif hosts is not None:
-        app = HostMiddleware(app, hosts, open_paths=PROBES)
+        app = AccessMiddleware(app, host_check(hosts), open_paths=PROBES)
     return ErrorMiddleware(app, error_content)
 
 

@@ -1,4 +1,4 @@
-"""Fleet of replicas of one proxy, and the tries of a request."""
+"""A proxy's replicas, and the tries of a request."""
 
 from __future__ import annotations
 
@@ -38,11 +38,9 @@ class RefusedError(UpstreamError):
 
 
 class ReplicaBackoff:
-    """Time for which a replica gets no requests if others are available.
-
-    A server that answers 429 or 503 with Retry-After gets none for that time, at most ten minutes. After five failures
-    in a row (500, 502, 503, 504, broken connections) the backoff is one second. One request then probes the server; if
-    it fails the backoff doubles, up to a minute. Any other answer resets it."""
+    """Time for which a replica gets no requests if others are available: as Retry-After says in a 429 or 503, at most
+    ten minutes; and one second after five failures in a row (500, 502, 503, 504, broken connections). Then one request
+    probes the server; a failure doubles the backoff, up to a minute, any other answer ends it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -59,7 +57,7 @@ class ReplicaBackoff:
         self._asked_until = max(self._asked_until, self._clock() + min(seconds, _LONGEST_ASKED_S))
 
     def taken(self) -> None:
-        """After failures it is the only probe until the backoff has passed again."""
+        """Note a request, which after failures is the only probe for another backoff."""
         if self._failures >= _FAILURES:
             self._is_tried = True
             self._failed_until = self._clock() + self._backoff_s
@@ -83,7 +81,7 @@ class ReplicaBackoff:
 
 
 def requested_backoff_s(status: int, retry_after: str) -> float | None:
-    """Return the seconds of an answer's Retry-After (a number or a date), or None if it asks for none."""
+    """Return the seconds of an answer's Retry-After (a number or a date), or None."""
     if status not in _ASKS:
         return None
     if retry_after.strip().isdecimal():
@@ -103,7 +101,7 @@ RANK = b"x-data-parallel-rank"
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAddress:
-    """A server, or its data-parallel rank `rank`, and the orderer of its cache."""
+    """A server, or a data-parallel rank of it, and the orderer of its cache."""
 
     upstream: str
     orderer: OrdererLike
@@ -138,14 +136,14 @@ _SHORTEST_S = 0.1
 
 
 class Fleet:
-    """Replicas with a trie each. A request goes to the best one by predicted cached tokens and load.
+    """Replicas with a tree each. A request goes to the best one by predicted cached tokens and load.
 
         fleet = Fleet([ReplicaAddress("http://gpu1:8000", Orderer()), ReplicaAddress("http://gpu2:8000", Orderer())])
         make_app(Orderer(), upstream=fleet)
 
-    A failed replica gets no requests until it answers its health check, every `check_s` seconds. A replica in backoff
-    (`ReplicaBackoff`) gets none either; a draining one gets none and ends its own. If no other is available, the
-    replica with the shortest backoff is used, then failed ones. Raises ValueError for no replicas, or a repeated one.
+    No new requests go to a draining replica, to a failed one until it answers its health check (every `check_s`
+    seconds), and to one in backoff. If all are in backoff, the first that will be ready is used; if all have failed,
+    any. Raises ValueError for no replicas, or a repeated one.
     """
 
     def __init__(
@@ -179,7 +177,7 @@ class Fleet:
     def take(
         self, parsed: ParsedBody | None, tried: Collection[Replica] = (), only: Replica | None = None
     ) -> Replica | None:
-        """Choose a replica (`only` this one, if given) and count the request; None if none is left. Thread-safe."""
+        """Choose a replica (`only`, if given) and count the request; None if none is left. Thread-safe."""
         candidates = self._candidates(tried) if only is None else [only]
         if not candidates:
             return None
@@ -216,7 +214,7 @@ class Fleet:
         self._suspected.set()
 
     def begin_checks(self) -> None:
-        """Start the health checks once, in the running event loop."""
+        """Start the health checks in the running event loop. Idempotent."""
         if self._watch is None:
             self._watch = asyncio.create_task(self._check_forever())
 
@@ -301,8 +299,8 @@ _FAILED = (500, 502, 503, 504)
 
 
 class Tries:
-    """The `replicas` that a request was sent to. `repeatable`: another one may get it after a server has received it.
-    `counted`: a failure may cause a backoff. `only`: the only replica that can answer."""
+    """The `replicas` that a request was sent to. `repeatable`: another may get it even if a server has received it.
+    `counted`: failures may cause a backoff. `only`: the one replica that can answer."""
 
     def __init__(self, fleet: Fleet, *, repeatable: bool, counted: bool, only: Replica | None = None) -> None:
         self.replicas: list[Replica] = []
@@ -321,7 +319,7 @@ class Tries:
         return self._repeatable and self._fleet.has_other(self.replicas)
 
     def answered(self, status: int, retry_after: str) -> None:
-        """Read the head of an answer. Raises RefusedError if this replica asks for a backoff and another may answer."""
+        """Raises RefusedError if the replica asks for a backoff and another one may answer."""
         replica = self.replicas[-1]
         backoff_s = requested_backoff_s(status, retry_after)
         if backoff_s is not None:

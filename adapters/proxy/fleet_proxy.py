@@ -36,9 +36,9 @@ _TRY_ELSEWHERE = (502, 503)
 
 
 class HeldAnswer:
-    """ASGI send that holds an answer until its first token (`of_tokens`), or the end if it is not a stream; other
-    answers until their first chunk. `route` gives the protocol of errors. If another replica is available
-    (`refusable`), a 502 or 503 raises UpstreamError, unless it has Retry-After: then all others are in backoff, too."""
+    """ASGI send that holds an answer until its first token (`of_tokens`), or its end if it is no stream; other answers
+    until their first chunk. `route` is the protocol of errors. If another replica is available (`refusable`), a 502 or
+    503 raises UpstreamError, unless it has Retry-After: then all others are in backoff, too."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class HeldAnswer:
             await self._begin(message)
 
     async def fail(self, error: HTTPError) -> None:
-        """Tell the client of an event stream that has begun; the connection is cut off afterwards."""
+        """Tell the client of an event stream that has begun, before its connection is cut off."""
         if self.begun and self._stream is not None and self._between_events:
             event = error_event(self._route, error)
             await self._send({"type": "http.response.body", "body": event, "more_body": True})
@@ -132,7 +132,7 @@ class _Body(Struct):
 
 
 class StoredResponses:
-    """Replicas of the last 65,536 responses. Only its own replica can continue, show, cancel or delete a response."""
+    """Replicas of the last 65,536 responses: only its own can continue, show, cancel or delete a response."""
 
     def __init__(self) -> None:
         self._replicas: LRUCache[Replica] = LRUCache(_REMEMBERED)
@@ -146,7 +146,7 @@ class StoredResponses:
         return None if named is None else self._replicas.get(named[1].decode("latin-1"))
 
     async def read(self, response: httpx2.Response, replica: Replica) -> AsyncIterator[bytes]:
-        """Note the answer's id before its end."""
+        """Yield the answer, and note its id before its end."""
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         is_read = 200 <= response.status_code < 300
         lines = EventLines() if kind == "text/event-stream" else None
@@ -183,10 +183,10 @@ _SAFE = ("GET", "HEAD", "OPTIONS")
 
 
 class FleetProxy(ReverseProxy):
-    """Proxy that forwards each request to a replica, and to another one if that fails before the answer begins.
+    """Forwards each request to a replica, and to another one if that fails before the answer begins.
 
     Chats, completions, other JSON below /v1/ and GETs are repeated; other requests, which may have had an effect, only
-    without a connection. All tries share `tries_s` seconds until the answer begins. Raises HTTPError."""
+    if there was no connection. All tries together have `tries_s` seconds until the answer begins."""
 
     def __init__(self, fleet: Fleet, parser: BodyParser, limits: Limits, *, tries_s: float) -> None:
         super().__init__(parser, limits)
@@ -238,7 +238,7 @@ class FleetProxy(ReverseProxy):
         tries: Tries,
         limit: anyio.CancelScope,
     ) -> bool:
-        """Return False if the replica failed and another should be tried. Raises HTTPError."""
+        """Return False if another replica should be tried. Raises HTTPError."""
         length, of_tokens = len(received[0]), head.route in _OF_TOKENS
         # If the client disconnects meanwhile, the documents may be ordered only afterwards.
         place = partial(self._place, parsed, upcoming, tuple(tries.replicas), tries.only)
@@ -289,7 +289,7 @@ class FleetProxy(ReverseProxy):
         of_tokens: bool = False,
         on_begun: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Send a request to its replica. Return and raise as `_answered`."""
+        """Send a request to its replica. Returns and raises as `_answered`."""
         replica, sent = placed
         tries.begin(replica)
 
@@ -318,7 +318,7 @@ class FleetProxy(ReverseProxy):
 
     @contextmanager
     def _limited(self, tries: Tries, seconds: float) -> Iterator[anyio.CancelScope]:
-        """Limit all tries together until an answer begins. Raises HTTPError at the deadline."""
+        """Limit all tries until an answer begins. Raises HTTPError at the deadline."""
         with anyio.CancelScope(deadline=anyio.current_time() + seconds) as limit:
             yield limit
         if limit.cancelled_caught:
@@ -346,7 +346,7 @@ class FleetProxy(ReverseProxy):
             raise
 
     def _keeper(self, head: Head, body: bytes = b"") -> Replica | None:
-        """Return the replica that stores the named response, if it takes requests; another one may share its store."""
+        """Return the replica that stores the named response. If it takes no requests, another may share its store."""
         replica = self._stored.of_body(body) if head.route == "responses" else self._stored.of_target(head.target)
         return replica if replica is not None and replica.takes_requests else None
 

@@ -1,15 +1,14 @@
-"""Ordering of parsed requests, and feedback from their answers."""
+"""Ordering of requests, and feedback from their answers."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from operator import add
-from typing import Protocol
 
 from ragorder.adapters.http_server.headers import Headers, without
 from ragorder.adapters.marks import marked_documents
@@ -32,22 +31,21 @@ _LONGEST = 1024
 
 
 def ranks_value(ranks: Sequence[int]) -> bytes | None:
-    """Return ranks as a header value, or None if it would be too long."""
     value = ",".join(map(str, ranks)).encode()
     return value if len(value) <= _LONGEST else None
 
 
 class SentRequest:
-    """Headers added on the way to the server, with body and answer unchanged. `end` is called after the answer."""
+    """A request sent with `added` headers; its body and answer are unchanged."""
 
     complete = False
-    """Set by the proxy when the answer was forwarded to its end."""
+    """Whether the answer was forwarded to its end."""
 
     def __init__(self, added: Headers | None = None) -> None:
         self.added = added or []
 
     def take_body(self, received: bytes = b"") -> bytes:
-        """Return the body to send, once: none is kept while the answer arrives."""
+        """Return the body to send. Call it once: the body is not kept while the answer arrives."""
         return received
 
     def request_headers(self, received: Headers) -> Headers:
@@ -61,69 +59,51 @@ class SentRequest:
     translator: AnswerTranslator | None = None
     """Changes the answer for the client."""
     on_prompt: Callable[[int | None], None] | None = None
-    """Gets the reported tokens of the prompt."""
+    """Gets the prompt's reported tokens."""
 
-    def begin(self, status: int, headers: Headers) -> None:
-        """Read the head of the answer."""
+    def begin(self, status: int, headers: Headers) -> None: ...
 
     def feed(self, chunk: bytes) -> None:
         """Read a chunk of the answer, as the server sent it."""
 
     def end(self) -> None:
-        """End the request. Idempotent."""
+        """End the request, after the answer. Idempotent."""
 
 
-class TopicHeader:
-    """Header with the topic of a request's documents; no header without a name."""
+class TopicRouter:
+    """Adds topics, for proxies after the router that order the documents."""
 
-    def __init__(self, orderer: OrdererLike, name: str | None) -> None:
+    def __init__(self, orderer: OrdererLike, header: str | None) -> None:
         self._orderer = orderer
-        self._name = None if name is None else name.lower().encode("ascii")
-
-    def of(self, parsed: ParsedBody) -> Headers:
-        if self._name is None:
-            return []
-        topic = self.topic(parsed)
-        return [] if topic is None else [(self._name, topic.encode("ascii"))]
-
-    def topic(self, parsed: ParsedBody) -> str | None:
-        return None if parsed.error is not None else self._orderer.topic(parsed.documents, scope=parsed.scope)
-
-
-class TopicRouter(TopicHeader):
-    """Adder of topics for proxies that order the documents after the router."""
+        self._header = header
 
     def predict_cached_tokens(self, parsed: ParsedBody) -> CachedLengths:
         return CachedLengths(0, 1)
 
     def order(self, parsed: ParsedBody, upcoming: Sequence[ParsedBody] = ()) -> SentRequest:
-        return SentRequest(self.of(parsed))
+        return SentRequest(_topic_header(self._header, _topic_of(self._orderer, parsed)))
+
+
+def _topic_of(orderer: OrdererLike, parsed: ParsedBody) -> str | None:
+    return None if parsed.error is not None else orderer.topic(parsed.documents, scope=parsed.scope)
+
+
+def _topic_header(name: str | None, topic: str | None) -> Headers:
+    return [] if name is None or topic is None else [(name.lower().encode("ascii"), topic.encode("ascii"))]
 
 
 _logger = logging.getLogger("ragorder")
 
-
-class OnSent(Protocol):
-    def __call__(
-        self,
-        documents: Sequence[Document],
-        permutation: Sequence[int],
-        *,
-        scope: Hashable,
-        lengths: Lengths,
-    ) -> None:
-        """Note the order of documents of a request that is about to be sent. Must not raise."""
-
-
-def _ignore(tbt_s: float) -> None: ...
+OnSent = Callable[..., None]
+"""Gets documents, the permutation in which they are about to be sent, `scope` and `lengths`. Must not raise."""
 
 
 class OrderedRequest(SentRequest):
     """A request whose documents were ordered.
 
     `end` confirms with the reported counts if the answer was `complete`, without them if it broke off after its first
-    token, and discards otherwise. With several `choices` the cached lengths are unknown. `permutation` is the sent
-    order if it differs from that of the ordering, which is then discarded. `named` documents are not sent."""
+    token, and otherwise discards. With several `choices` the cached length is unknown. A `permutation` was sent instead
+    of the ordering's, which is discarded. `named` documents are not sent."""
 
     def __init__(
         self,
@@ -131,7 +111,7 @@ class OrderedRequest(SentRequest):
         ordering: Ordering[Document] | None,
         choices: int,
         answer_length: AnswerLength,
-        on_tbt: Callable[[float], None] = _ignore,
+        on_tbt: Callable[[float], None] | None = None,
         added: Headers | None = None,
         permutation: Sequence[int] | None = None,
         named: Sequence[int] = (),
@@ -168,7 +148,7 @@ class OrderedRequest(SentRequest):
             self._reader = reader_for(headers)
 
     def feed(self, chunk: bytes) -> None:
-        """End the request at the answer's last event, because its client may send the next one at once."""
+        """End the request at the answer's last event: its client may send the next one at once."""
         if self._reader is not None:
             self._reader.feed(chunk)
             if self._reader.served:
@@ -178,13 +158,12 @@ class OrderedRequest(SentRequest):
                 self.end()
 
     def readable(self) -> None:
-        """Note that the request's writes to a cloud's cache can be read. Idempotent."""
+        """Note that the request's prefix can be reused. Idempotent."""
         if self._ordering is not None and not self._is_readable:
             self._is_readable = True
             self._ordering.readable()
 
     def end(self) -> None:
-        """End the request. Idempotent; an error here does not fail the answer."""
         ordering, reader = self._ordering, self._reader
         if ordering is None:
             return
@@ -214,12 +193,12 @@ class OrderedRequest(SentRequest):
                 total_tokens = usage.prompt_tokens + usage.completion_tokens
         counts = {} if ordering.cloud is None else {"written_tokens": read_cloud_usage(report).written_tokens}
         ordering.confirm(usage.cached_tokens, total_tokens, prompt_tokens=usage.prompt_tokens, **counts)
-        if self._choices == 1 and (tbt_s := reader.tbt_s()) is not None:
+        if self._on_tbt is not None and self._choices == 1 and (tbt_s := reader.tbt_s()) is not None:
             self._on_tbt(tbt_s)
 
 
 class RequestOrderer:
-    """Orderer of parsed requests. See `make_app` for its options; `exact` lengths are those of a tokenizer."""
+    """Orders parsed requests. Options as for `make_app`; `exact` lengths are a tokenizer's."""
 
     def __init__(
         self,
@@ -232,11 +211,11 @@ class RequestOrderer:
         topic_header: str | None = None,
     ) -> None:
         self._orderer = orderer
-        self._topic = TopicHeader(orderer, topic_header)
+        self._topic_header = topic_header
         self._send_facts = send_facts
         self._exact = exact
         self._answer_length = AnswerLength()
-        self._on_tbt = on_tbt or _ignore
+        self._on_tbt = on_tbt
         self._on_sent = on_sent
         self._unshared = UnsharedRequests(orderer.degrade)
 
@@ -253,7 +232,6 @@ class RequestOrderer:
         return CachedLengths(cached_tokens, end + (0 if follows else parsed.suffix_tokens) - cached_tokens)
 
     def order(self, parsed: ParsedBody, upcoming: Sequence[ParsedBody] = ()) -> OrderedRequest:
-        """`upcoming` requests count if they have the same scope."""
         if parsed.left is not None:
             content = parsed.render(range(len(parsed.documents)), ())
             return OrderedRequest(content, None, 1, self._answer_length, named=parsed.named)
@@ -297,12 +275,11 @@ class RequestOrderer:
                 ends = self._ends(parsed, permutation)
                 expected = ((), 0) if is_kept else (ordering.expected_uses, ordering.exact_documents)
                 add_facts(body.fields, ends, parsed.salt, parsed.prefix_tokens, *expected)
-            topic = self._topic.of(parsed)
-            if body.wants_cache_key():
-                # Counted once.
-                key = topic[0][1].decode("ascii") if topic else self._topic.topic(parsed)
-                if key is not None:
-                    body.fields["prompt_cache_key"] = encode(key)
+            wants_key = body.wants_cache_key()
+            # Asked once, because each time counts.
+            topic = _topic_of(self._orderer, parsed) if wants_key or self._topic_header is not None else None
+            if wants_key and topic is not None:
+                body.fields["prompt_cache_key"] = encode(topic)
             choices = body.number("n")
             content = parsed.render(permutation, () if is_kept else _marked(parsed, ordering))
             if self._on_sent is not None and orderer is self._orderer and not ordering.fallback:
@@ -318,7 +295,7 @@ class RequestOrderer:
                 1 if choices is None else choices,
                 self._answer_length,
                 self._on_tbt,
-                topic,
+                _topic_header(self._topic_header, topic),
                 permutation if is_kept else None,
                 parsed.named,
             )
@@ -336,14 +313,14 @@ class RequestOrderer:
             self._unshared.look(parsed.salt, parsed.scope, keys, shares=ordering.cached_tokens > 0)
 
     def _follows(self, parsed: ParsedBody) -> Sequence[Segment]:
-        """Return no segments if breakpoints at ends of turns cover them."""
+        """Return none if breakpoints at ends of turns cover the segments."""
         return parsed.question if parsed.orderer is None and parsed.marks is None else ()
 
     def _of(self, parsed: ParsedBody) -> OrdererLike:
         return self._orderer if parsed.orderer is None else parsed.orderer
 
     def _ends(self, parsed: ParsedBody, permutation: Sequence[int]) -> list[int]:
-        """Return [] for estimated lengths."""
+        """Return the documents' ends in tokens; none for estimated lengths."""
         if not self._exact or parsed.error is not None:
             return []
         lengths = [parsed.documents[rank].tokens or 0 for rank in permutation]

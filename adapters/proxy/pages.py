@@ -9,7 +9,6 @@ from base64 import b64encode
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
 from importlib.resources import files
@@ -39,16 +38,6 @@ _EVERY_S = 2.0
 _MOST_POINTS = 900
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """Prompt tokens of the requests that ended since the previous point, and the cached shares of both orders."""
-
-    at: int
-    prompt_tokens: int
-    ours: float | None
-    theirs: float | None
-
-
 class _Counted(NamedTuple):
     prompt: int = 0
     served: int = 0
@@ -56,7 +45,7 @@ class _Counted(NamedTuple):
 
 
 class History:
-    """Cached share of each order over time: the last 900 points, one for every two seconds in which requests ended.
+    """Cached share of each order over time: the last 900 points, each of the requests that ended within two seconds.
     Thread-safe.
 
         history = History(lambda: Stats.of(metrics.whole.collect()))"""
@@ -64,7 +53,7 @@ class History:
     def __init__(self, read: Callable[[], Stats], clock: Callable[[], float] = time.time) -> None:
         self._read = read
         self._clock = clock
-        self._points: deque[_Point] = deque(maxlen=_MOST_POINTS)
+        self._points: deque[dict[str, Any]] = deque(maxlen=_MOST_POINTS)
         self._before = _Counted()
         self._lock = Lock()
 
@@ -72,14 +61,14 @@ class History:
         with self._lock:
             stats = self._read()
             now = round(1000 * self._clock())
-            since = self._points[-1].at if self._points else 0
+            since = self._points[-1]["at"] if self._points else 0
             if not 0 <= now - since < 1000 * _EVERY_S:
                 self._add(now, stats)
             return stats
 
     def after(self, at: float) -> list[dict[str, Any]]:
         with self._lock:
-            return [asdict(point) for point in self._points if point.at > at]
+            return [point for point in self._points if point["at"] > at]
 
     async def keep(self) -> None:
         while True:
@@ -98,7 +87,8 @@ class History:
         # If reports contradict the predictions, nothing is known of the other order.
         is_known = now.other is not None and (stats.cannot_compare is None or not stats.reports)
         shares = _share(served, prompt), _share(other, prompt) if is_known else None
-        self._points.append(_Point(at, prompt, *(reversed(shares) if stats.shadow else shares)))
+        ours, theirs = reversed(shares) if stats.shadow else shares
+        self._points.append({"at": at, "prompt_tokens": prompt, "ours": ours, "theirs": theirs})
 
 
 def _share(cached: int, prompt: int) -> float:
@@ -107,8 +97,8 @@ def _share(cached: int, prompt: int) -> float:
 
 class StatsPages:
     """`metrics_path`, `/ragorder/stats` (JSON; `?after=` a time in ms adds the history since then), `/ragorder` (live
-    HTML), and `/ragorder/template` (TOML), the form that `learned` returns. The application adds `routes` and runs
-    `history.keep` in the background."""
+    HTML), and `/ragorder/template` (TOML) with the form that `learned` returns. An application adds the `routes` and
+    runs `history.keep`."""
 
     def __init__(
         self,
@@ -184,8 +174,6 @@ _PATH = "/ragorder/replicas"
 
 
 def replica_routes(fleet: Fleet) -> list[Route]:
-    """Return `GET /ragorder/replicas`, and `POST /ragorder/replicas/N/drain` and `…/resume` with the same answer."""
-
     async def show(_: Request) -> JSONResponse:
         return JSONResponse({"replicas": fleet.as_json()}, headers={"Cache-Control": "no-store"})
 
@@ -211,7 +199,7 @@ _LONGEST_NAME = 120
 
 
 class _Kept(Generic[T]):
-    """What `read` returns, read again only after `every_s` seconds, and by one request at a time."""
+    """What `read` returns, read by one request at a time, and again only after `every_s` seconds."""
 
     def __init__(self, read: Callable[[], Awaitable[T]], every_s: float) -> None:
         self._read = read
@@ -228,7 +216,7 @@ class _Kept(Generic[T]):
 
 
 def readiness(check: Callable[[], Awaitable[bool]]) -> Answer:
-    """Return the answer to `/ragorder/ready`, which checks at most once a second."""
+    """Return the answer to /ragorder/ready, which checks at most once a second."""
     is_ready = _Kept(check, _CHECK_S)
 
     async def answer(_: Request) -> JSONResponse:
@@ -252,8 +240,8 @@ class _Models(msgspec.Struct):
 
 
 def served(servers: Sequence[Upstream], about: Mapping[str, Any]) -> Answer:
-    """Return the answer to `/ragorder/served`: the servers, a few of the first one's models (read once a minute) and
-    the number of the others, and the facts `about` the proxy."""
+    """Return the answer to /ragorder/served: the servers, up to three models of the first one (read once a minute), the
+    number of its others, and the facts `about` the proxy."""
     models = _Kept(partial(_models_of, servers[0]), _MODELS_S)
     facts = {"servers": list(dict.fromkeys(each.root for each in servers)), **about}
 

@@ -1,4 +1,4 @@
-"""Path of a request: read, parsed, admitted, ordered, forwarded, answered."""
+"""A request's path: read, parsed, admitted, ordered, forwarded, answered."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ _DOTS = (b".", b"..")
 
 
 class Head(NamedTuple):
-    """The head of a request, and how its body is read (`route` None: not at all): decoded from `encoding`, or not
-    because its encoding is unknown (`is_sealed`)."""
+    """A request's head. Its body is parsed if there is a `route`, after decoding from `encoding`; `is_sealed`: it would
+    be, but its encoding is unknown."""
 
     method: str
     target: bytes
@@ -60,7 +60,7 @@ class Head(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Bytes of a body and of all together, threads for the work on them, the client's seconds, and who waits."""
+    """Bytes of a body and of all together, threads for the work on bodies, the client's seconds, and the queue."""
 
     body: int
     memory: MemoryBudget
@@ -71,7 +71,7 @@ class Limits(NamedTuple):
 
 class ReverseProxy(ABC):
     """ASGI application that forwards every HTTP request. JSON bodies of POSTs are parsed, and ordered if they have
-    documents; all other bodies, and all answers, are streamed. Raises HTTPError if there is no answer to forward."""
+    documents; other bodies, and all answers, are streamed. Raises HTTPError without an answer to forward."""
 
     def __init__(self, parser: BodyParser, limits: Limits) -> None:
         self._parser = parser
@@ -157,7 +157,7 @@ class ServerProxy(ReverseProxy):
 
 
 def read_head(scope: Scope) -> Head:
-    """Raises HTTPError for a path that could leave the upstream address, and for an encoding that may hide a tag."""
+    """Raises HTTPError for a path that could leave the upstream address, or an encoding that may hide a tag."""
     headers: Headers = scope["headers"]
     is_post = scope["method"] == "POST"
     target, route = _target(scope), route_of(scope["path"]) if is_post else None
@@ -175,7 +175,7 @@ def read_head(scope: Scope) -> Head:
 
 
 def route_of(path: str) -> Route | None:
-    """Return the protocol of a path, or None. Doubled and trailing slashes are accepted, as by some servers."""
+    """Return the protocol of a path, or None. Doubled and trailing slashes are ignored, as by some servers."""
     found = _ROUTE.fullmatch(_SLASHES.sub("/", path).rstrip("/"))
     return None if found is None else _ROUTES[next(filter(None, found.groups()))]
 
@@ -185,8 +185,6 @@ def with_length(headers: Headers, body: bytes) -> Headers:
 
 
 class ClientAnswer:
-    """The answer to one client, read for its usage and translated on the way."""
-
     def __init__(self, send: Send, sent: SentRequest | None) -> None:
         self._send = send
         self._sent = sent
@@ -241,7 +239,7 @@ async def forward_answer(
 
 
 async def pieces(body: list[bytes], share: MemoryShare, kept: int = 0) -> AsyncIterator[bytes]:
-    """Yield the list's only body in pieces and free it. `kept` bytes remain reserved."""
+    """Yield the list's only body in pieces, and free it; `kept` bytes remain reserved."""
     whole = body.pop()
     for start in range(0, len(whole), _PIECE):
         yield whole[start : start + _PIECE]
@@ -250,7 +248,7 @@ async def pieces(body: list[bytes], share: MemoryShare, kept: int = 0) -> AsyncI
 
 
 def _max_character_bytes(body: bytes) -> int:
-    """CPython stores all characters of a text as wide as the widest."""
+    """Return the bytes of a character: CPython stores all of a text as wide as the widest."""
     return 1 if body.isascii() and b"\\u" not in body else 4
 
 

@@ -1,6 +1,6 @@
-"""Usage in an answer, read from its bytes in any route's protocol.
+"""Usage in an answer's bytes, in any route's protocol.
 
-Readers never raise. `served`: the prompt has been computed; `done`: the answer says that nothing follows."""
+Readers never raise. `served`: the prompt has been computed; `done`: nothing follows in the answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ragorder.adapters.http_server.content_encoding import encoding_of
 from ragorder.adapters.http_server.headers import Headers, header
 from ragorder.adapters.proxy.bodies.body import decode
 from ragorder.adapters.structs import readable_by_threads
-from ragorder.adapters.usage import ReportedUsage, answers_something, read_usage
+from ragorder.adapters.usage import answers_something, read_usage
 
 _MAX_ANSWER = 1 << 22
 _MAX_LINE = 1 << 20
@@ -79,7 +79,7 @@ def reader_for(headers: Headers) -> WholeReader | StreamReader:
 
 
 class WholeReader:
-    """Reader of one JSON answer, of `length` bytes if that is known; not read beyond `limit` bytes."""
+    """Reader of a JSON answer of `length` bytes, if known; not read beyond `limit` bytes."""
 
     served = True
 
@@ -103,15 +103,12 @@ class WholeReader:
     def report(self) -> dict[str, Any]:
         return _counts(decode(bytes(self._body), _Holder))
 
-    def usage(self) -> ReportedUsage:
-        return read_usage(self.report())
-
     def tbt_s(self) -> float | None:
         return None
 
 
 class EventLines:
-    """Lines of server-sent events, which end in LF, CR or both; None for a line longer than `limit` bytes."""
+    """Lines of server-sent events, ended by LF, CR or both; None for one longer than `limit` bytes."""
 
     def __init__(self, limit: int = _MAX_LINE) -> None:
         self._limit = limit
@@ -135,7 +132,7 @@ class EventLines:
 
 
 class StreamReader:
-    """Reader of server-sent events; keeps one line, up to 1 MiB."""
+    """Reader of server-sent events. Keeps one line, up to 1 MiB."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.served = False
@@ -159,12 +156,9 @@ class StreamReader:
     def report(self) -> dict[str, Any]:
         return self._reported
 
-    def usage(self) -> ReportedUsage:
-        return read_usage(self._reported)
-
     def tbt_s(self) -> float | None:
-        """Return the mean seconds between tokens, or events if the tokens are not reported; None for fewer than two."""
-        tokens = self.usage().completion_tokens or self._parts
+        """Return the mean seconds between tokens, or events if no tokens are reported; None for fewer than two."""
+        tokens = read_usage(self._reported).completion_tokens or self._parts
         return (self._last_s - self._first_s) / (tokens - 1) if self._parts > 1 and tokens > 1 else None
 
     def _read(self, line: bytes | None) -> None:

@@ -20,7 +20,7 @@ _THREADS = 2
 
 
 class Workers:
-    """Runner of work on bodies: short ones at once (unless `always`), ordinary ones in two threads, long ones in a
+    """Runs work on bodies: on short ones at once (unless `always`), on ordinary ones in two threads, on long ones in a
     third, so that their copies need memory once."""
 
     def __init__(self, *, always: bool = False) -> None:
@@ -29,8 +29,8 @@ class Workers:
         self._long = _Threads(1)
 
     async def run(self, work: Callable[[], T], length: int, *, abandoned: Callable[[T], object] | None = None) -> T:
-        """Run `work` on a body of `length` bytes. If the wait is cancelled, `abandoned` gets its result, in any thread,
-        unless it had not begun."""
+        """Run `work` on a body of `length` bytes. If the wait for begun work is cancelled, `abandoned` gets the result,
+        in any thread."""
         if length <= _SHORT and not self._always:
             return work()
         future = (self._long if length > _LONG else self._ordinary).submit(work)
@@ -49,7 +49,7 @@ class Workers:
 
 
 class _Threads:
-    """Daemon threads: threads of a ThreadPoolExecutor would be joined at exit."""
+    """Daemon threads, because a ThreadPoolExecutor's would be joined at exit."""
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -1,4 +1,4 @@
-"""Orderer that shares its orders, by a stream of Valkey or Redis."""
+"""An orderer that shares its orders by a stream of Valkey or Redis."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MOST_TOKENS = 10_000_000
 _LONGEST_NAME = 1024
 _MOST_BYTES = 1 << 20
 LENGTH = 10_000
-"""Approximate number of orders that the stream keeps: a new process reads them."""
+"""Approximate number of orders that the stream keeps for new processes."""
 _FIELD = b"order"
 # Number of an order in its process: identifies orders written or read twice.
 _NUMBER = b"number"
@@ -73,7 +73,7 @@ class SharedOrder(msgspec.Struct, frozen=True, array_like=True):
     prefix_tokens: int | None = None
 
     def encode(self) -> bytes:
-        """Raises UnreadableError, OverflowError or UnicodeEncodeError for what the log cannot hold."""
+        """Raises UnreadableError, OverflowError or UnicodeEncodeError."""
         _check(self)
         return _bounded(msgspec.msgpack.encode(self))
 
@@ -110,10 +110,10 @@ def _check(order: SharedOrder) -> None:
 
 
 class OrderLog:
-    """Log that appends orders, and passes orders of other processes to `apply`, which must not raise, each once.
+    """Appends orders, and passes each order of another process once to `apply`, which must not raise.
 
-    Nothing waits for the server: while it is lost, up to `LENGTH` orders are kept, and `lost` is called. Raises
-    ValueError for a malformed URL, ImportError without ragorder[proxy].
+    Nothing waits for the server: while it is lost, up to `LENGTH` orders are kept, and `lost` gets the error's type.
+    Raises ValueError for a malformed URL, ImportError without ragorder[proxy].
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class OrderLog:
             self.start()
 
     def close(self) -> None:
-        """End the threads after their next wait. Callable by a finaliser: takes no lock."""
+        """End the threads after their next wait. Takes no lock, so that a finaliser can call it."""
         self._stopped = True
 
     def _again(self, work: Callable[[Any], None]) -> None:
@@ -209,7 +209,7 @@ class OrderLog:
                 self.last = _START
 
     def _ends_before(self, client: Any) -> bool:
-        """A stream that started over may end before the last entry read."""
+        """Return whether the stream has started over: it then may end before the last entry read."""
         newest = client.xrevrange(self._stream, count=1)
         return _place(newest[0][0] if newest else _START) < _place(self.last)
 
@@ -247,11 +247,10 @@ class SharedOrderer(Orderer):
 
         orderer = SharedOrderer("redis://127.0.0.1:6379/0", capacity_tokens=262_144)
 
-    Orders go into a stream (`stream`: one for each engine) of a Valkey or Redis server, without texts. The other
-    processes add them to their trees; a new process reads those of the last 10,000 requests. Ordering reads memory
-    only. Without the server each process continues alone, with one `DegradedWarning`, and catches up later. With
-    `at_once=False` only `share` shares an order (`make_app(on_sent=orderer.share)`). Raises ValueError for a malformed
-    URL, ImportError without ragorder[proxy].
+    Orders, without texts, go into a `stream` for each engine on a Valkey or Redis server, and from it into the trees of
+    the other processes; a new process reads the last 10,000. Ordering never waits for the server: without it each
+    process continues alone, with one `DegradedWarning`, and catches up later. With `at_once=False` only `share` shares
+    an order (`make_app(on_sent=orderer.share)`). Raises as `OrderLog`.
     """
 
     _clones: tuple[ref[Orderer], ...] = ()
@@ -262,7 +261,7 @@ class SharedOrderer(Orderer):
         super().__init__(settings, **options)
         self._at_once = at_once
         self._share(url, stream)
-        self._log.start()
+        self.log.start()
 
     def _ordered(
         self, documents: list[D], ordering: Ordering[D], scope: Hashable, lengths: Lengths, history: History | None
@@ -272,7 +271,7 @@ class SharedOrderer(Orderer):
             self.share(documents, ordering.permutation, scope=scope, lengths=lengths)
 
     def clone(self, **changes: Unpack[OrdererOptions]) -> Orderer:
-        """Return an orderer that shares nothing, and applies the orders of other processes for a fair comparison."""
+        """Return an orderer that shares nothing, but knows other processes' orders, for a fair comparison."""
         clone = super().clone(**changes)
         # Replaced, never changed: the thread of the log may be reading it.
         self._clones = (*(known for known in self._clones if known() is not None), ref(clone))
@@ -281,7 +280,6 @@ class SharedOrderer(Orderer):
     def share(
         self, documents: Sequence[Any], permutation: Sequence[int], *, scope: Hashable = None, lengths: Lengths = USUAL
     ) -> None:
-        """Share that these documents are sent in this order of their ranks."""
         given: list[Any] = list(documents)
         if not given:
             return
@@ -289,9 +287,9 @@ class SharedOrderer(Orderer):
             # As given: repeated documents are numbered by each reader.
             keys = self._reader.read_keys(given)
             request = self._reader.read(given)
-            self._log.append(
+            self.log.append(
                 SharedOrder(
-                    self._log.process,
+                    self.log.process,
                     scope,
                     keys,
                     list(map(int, request.tokens)),
@@ -306,12 +304,8 @@ class SharedOrderer(Orderer):
         except Exception as error:
             self._report(error)
 
-    @property
-    def log(self) -> OrderLog:
-        return self._log
-
     def close(self) -> None:
-        self._log.close()
+        self.log.close()
         super().close()
 
     def after_fork(self) -> None:
@@ -330,9 +324,9 @@ class SharedOrderer(Orderer):
     def _share(self, url: str, stream: str) -> None:
         self._shared = url, stream
         apply, lose = WeakMethod(self._apply), WeakMethod(self._lose)
-        self._log = OrderLog(url, stream, partial(_call, apply), partial(_call, lose))
+        self.log = OrderLog(url, stream, partial(_call, apply), partial(_call, lose))
         # The threads of an orderer that nothing refers to would go on.
-        finalize(self, self._log.close)
+        finalize(self, self.log.close)
         self._reads_shared = RequestReader(None, None, None, None, by_group=False)
 
     def _apply(self, order: SharedOrder) -> None:

@@ -10,6 +10,7 @@ from support.http_server import PageServer
 
 from ragorder import Document, Orderer
 from ragorder.adapters.observing import Metrics, ObservedOrderer, Stats
+from ragorder.adapters.observing.costs import CostStats
 from ragorder.cli import main
 from ragorder.clouds import Prices
 
@@ -42,12 +43,20 @@ def read(metrics: Metrics) -> Stats:
     return Stats.of(metrics.registry.collect())
 
 
+def costs(prices: Prices = PRICES, **options: bool) -> tuple[CostStats, float, float]:
+    """The figures of requests, and what `serve` returns of them."""
+    metrics = Metrics()
+    # The metrics know of shadow mode while the orderer exists.
+    orderer = observed(metrics, prices, **options)
+    plain, paid = serve(orderer)
+    cost = read(metrics).cost
+    assert cost is not None
+    return cost, plain, paid
+
+
 class TestCosts:
     def test_are_what_the_provider_reports_in_tokens_and_in_money(self) -> None:
-        metrics = Metrics()
-        plain, paid = serve(observed(metrics))
-        cost = read(metrics).cost
-        assert cost is not None
+        cost, plain, paid = costs()
         assert (cost.uncached_tokens, cost.tokens) == pytest.approx((plain, paid))
         assert cost.share == pytest.approx(paid / plain)
         assert (cost.money, cost.uncached_money) == pytest.approx((paid * 4 / 1e6, plain * 4 / 1e6))
@@ -55,18 +64,13 @@ class TestCosts:
         assert (cost.currency, cost.prices_date) == ("EUR", "2027-01-01")
 
     def test_of_retrieval_order_are_predicted(self) -> None:
-        metrics = Metrics()
-        serve(observed(metrics))
-        cost = read(metrics).cost
-        assert cost is not None and cost.other_tokens is not None and cost.other_money is not None
+        cost, *_ = costs()
+        assert cost.other_tokens is not None and cost.other_money is not None
         assert cost.tokens < cost.other_tokens < 1.3 * cost.uncached_tokens
 
     def test_in_shadow_mode_are_those_of_retrieval_order(self) -> None:
-        metrics = Metrics()
-        orderer = observed(metrics, shadow=True)
-        _, paid = serve(orderer)
-        cost = read(metrics).cost
-        assert cost is not None and cost.tokens == pytest.approx(paid)
+        cost, _, paid = costs(shadow=True)
+        assert cost.tokens == pytest.approx(paid)
         assert cost.other_tokens is not None and cost.other_tokens < cost.tokens
 
     def test_of_engines_and_of_discarded_requests_there_are_none(self) -> None:
@@ -77,10 +81,8 @@ class TestCosts:
         assert read(metrics).as_json()["cost"] is None
 
     def test_of_a_model_without_a_price_are_tokens_alone(self) -> None:
-        metrics = Metrics()
-        serve(observed(metrics, Prices("2027-01-01", "EUR", {})))
-        cost = read(metrics).cost
-        assert cost is not None and cost.share < 1
+        cost, *_ = costs(Prices("2027-01-01", "EUR", {}))
+        assert cost.share < 1
         assert (cost.money, cost.saved_money, cost.currency) == (None, None, "")
 
     def test_of_tables_that_differ_are_not_added_up(self) -> None:

@@ -26,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 from support.cloud import CACHED, COMPLETION, PROMPT, Cloud
-from support.requests import TEMPLATE, TEXTS, RecordingOrderer, asked, user
+from support.requests import TEMPLATE, TEXTS, RecordingOrderer, asked, tag, user
 from support.serving_app import serving
 from support.waiting import eventually
 
@@ -141,15 +141,14 @@ class TestHook:
         assert not orderer.degraded and not orderer.finished
 
     async def test_tagged_documents_of_gemini_become_its_last_content(self, orderer: RecordingOrderer) -> None:
-        tag = {"documents": [{"id": name, "text": TEXTS[name]} for name in "ab"], "query": "Which?"}
         hello = {"role": "user", "parts": [{"text": "Hello"}]}
-        ordered = await hook(OrderDocuments(orderer), {"contents": [hello], "ragorder": tag}, "agenerate_content")
+        data = {"contents": [hello], "ragorder": tag("ab")}
+        ordered = await hook(OrderDocuments(orderer), data, "agenerate_content")
         assert ordered["contents"][0] == hello and ordered["contents"][1]["role"] == "user"
         assert ordered["contents"][1]["parts"][0]["text"].startswith("[a]\na") and "messages" not in ordered
 
     async def test_documents_may_be_tagged(self, orderer: RecordingOrderer) -> None:
-        tag = {"documents": [{"id": name, "text": TEXTS[name]} for name in "ab"], "query": "Which?"}
-        ordered = await hook(OrderDocuments(orderer), {"messages": [user("Hello")], "ragorder": tag})
+        ordered = await hook(OrderDocuments(orderer), {"messages": [user("Hello")], "ragorder": tag("ab")})
         assert "ragorder" not in ordered
         assert [each["content"][:5] for each in ordered["messages"]] == ["Hello", "[a]\na"]
 
@@ -178,13 +177,11 @@ class TestHook:
         self, call_type: str, content: Any, scope: Any, orderer: RecordingOrderer
     ) -> None:
         callback = OrderDocuments(orderer, scope=scope)
-        tag = {"documents": [{"id": "a", "text": TEXTS["a"]}], "query": "Which?"}
         with pytest.raises(litellm.BadRequestError, match="ragorder: "):
-            await hook(callback, {"messages": [user(content)], "ragorder": tag}, call_type, key={})
+            await hook(callback, {"messages": [user(content)], "ragorder": tag("a")}, call_type, key={})
 
     async def test_the_tenant_of_a_tag_is_the_engines_as_well(self, orderer: RecordingOrderer) -> None:
-        tag = {"documents": [{"id": name, "text": TEXTS[name]} for name in "ab"], "query": "Which?", "scope": "acme"}
-        ordered = await hook(OrderDocuments(orderer), {"messages": [], "ragorder": tag})
+        ordered = await hook(OrderDocuments(orderer), {"messages": [], "ragorder": tag("ab") | {"scope": "acme"}})
         assert ordered["cache_salt"] == "acme"
 
     async def test_tenants_share_no_order(self, orderer: RecordingOrderer) -> None:
@@ -206,9 +203,9 @@ class TestHook:
                 assert ordered["messages"] == [user(asked("cba"))]
                 assert ordered["cache_salt"] == name, "the engine's salt is LiteLLM's to send"
             else:
-                tag = {"documents": [{"id": "a", "text": TEXTS["a"]}], "query": "Which?", "scope": name}
+                data = {"messages": [], "ragorder": tag("a") | {"scope": name}}
                 with pytest.raises(litellm.BadRequestError, match=r"ragorder\.scope"):
-                    await hook(callback, {"messages": [], "ragorder": tag}, key={"team_id": None})
+                    await hook(callback, data, key={"team_id": None})
 
     async def test_repeated_documents_are_named(self, orderer: RecordingOrderer) -> None:
         template = DocumentTemplate(TEMPLATE)

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.http_server import Handler, LocalServer
 
 from ragorder import Document, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.openai import Answer, AsyncOrderedClient, OrderedClient
@@ -78,12 +78,11 @@ def error(status: int, message: str = "no", **fields: Any) -> Response:
     return Response([{"error": {"message": message, "type": "x", "param": None, "code": status} | fields}], "", status)
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class Scripted(Handler):
     server: Server
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body = self.read_json()
         with self.server.lock:
             self.server.requests.append(body)
             self.server.paths.append(self.path)
@@ -99,11 +98,7 @@ class Handler(BaseHTTPRequestHandler):
         if response.end in ("silent", "hangup"):
             return
         if response.status != 200:
-            data = json.dumps(response.events[0]).encode()
-            self.send_response(response.status)
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            self.answer(response.status, json.dumps(response.events[0]))
             return
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
@@ -129,41 +124,30 @@ class Handler(BaseHTTPRequestHandler):
         data = line + b"\n\n"
         self.wfile.write(data if end == "eof" else b"%x\r\n%s\r\n" % (len(data), data))
 
-    def log_message(self, *_: object) -> None:
-        pass
 
-
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
+class Server(LocalServer):
     block_on_close = False
     request_queue_size = 64
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(Scripted)
         self.lock = threading.Lock()
         self.requests: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.responses: deque[Response] = deque()
         self.answer: Callable[[dict[str, Any]], Response] = lambda body: GOOD
         self.reached, self.hung_up, self.closing = threading.Event(), threading.Event(), threading.Event()
-        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
+        self.url = f"{self.base_url}/v1"
 
     def plays(self, *responses: Response) -> None:
         self.responses.extend(responses)
-
-    def handle_error(self, *_: object) -> None:
-        pass
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
         yield server
         server.closing.set()
-        server.shutdown()
-        thread.join()
 
 
 # ---------------------------------------------------------------- clients, and an orderer that is watched
@@ -1374,16 +1358,20 @@ class TestConversation:
 
 
 class TestClouds:
-    def test_marks_are_sent_and_what_was_written_is_read(self, server: Server) -> None:
+    DOCUMENTS: ClassVar[list[Document]] = [Document(f"d{number}", f"{number} " * 1600) for number in range(4)]
+
+    @pytest.fixture
+    def rag(self, server: Server) -> Iterator[OrderedClient]:
+        """A client of a cloud that writes the first prompt into its cache."""
         builder = PromptBuilder("Be brief.")
-        documents = [Document(f"d{number}", f"{number} " * 1600) for number in range(3)]
         orderer = Orderer.for_cloud("openai", model="gpt-5.6", builder=builder, strict=True)
         written = usage(2500, prompt_tokens_details={"cached_tokens": 0, "cache_write_tokens": 2400})
         server.plays(Response([ROLE, chat("Hi"), STOP, written]))
         with openai.OpenAI(base_url=server.url, api_key="key", max_retries=0, timeout=60) as client:
-            rag = OrderedClient(client, model="gpt-5.6", orderer=orderer, builder=builder)
-            answer = rag.generate(QUERY, documents)
-            again = rag.generate(QUERY, documents)
+            yield OrderedClient(client, model="gpt-5.6", orderer=orderer, builder=builder)
+
+    def test_marks_are_sent_and_what_was_written_is_read(self, server: Server, rag: OrderedClient) -> None:
+        answer, again = (rag.generate(QUERY, self.DOCUMENTS[:3]) for _ in range(2))
         for sent, ordering in zip(server.requests, (answer.ordering, again.ordering), strict=True):
             assert sent["prompt_cache_options"] == {"mode": "explicit", "ttl": "30m"}
             parts = sent["messages"][1]["content"]
@@ -1394,16 +1382,10 @@ class TestClouds:
         assert answer.ordering.cost is not None and answer.ordering.cost.written_tokens == 2400
         assert again.ordering.cached_tokens > 0
 
-    def test_turns_of_a_conversation_have_marks(self, server: Server) -> None:
-        builder = PromptBuilder("Be brief.")
-        documents = [Document(f"d{number}", f"{number} " * 1600) for number in range(4)]
-        orderer = Orderer.for_cloud("openai", model="gpt-5.6", builder=builder, strict=True)
-        written = usage(2500, prompt_tokens_details={"cached_tokens": 0, "cache_write_tokens": 2400})
-        server.plays(Response([ROLE, chat("Hi"), STOP, written]))
-        with openai.OpenAI(base_url=server.url, api_key="key", max_retries=0, timeout=60) as client:
-            talk = OrderedClient(client, model="gpt-5.6", orderer=orderer, builder=builder).conversation()
-            talk.ask(QUERY, documents[:2])
-            talk.ask("And there?", documents[2:])
+    def test_turns_of_a_conversation_have_marks(self, server: Server, rag: OrderedClient) -> None:
+        talk = rag.conversation()
+        talk.ask(QUERY, self.DOCUMENTS[:2])
+        talk.ask("And there?", self.DOCUMENTS[2:])
         first, second = server.requests
         assert first["prompt_cache_options"] == second["prompt_cache_options"] == {"mode": "explicit", "ttl": "30m"}
         # Where this turn resumes, and where the next does.

@@ -17,13 +17,12 @@ pytest.importorskip("uvicorn")
 
 import httpx2
 from prometheus_client import CollectorRegistry, generate_latest
-from support.requests import CERTIFICATES, CHAT, get, plain, post, received, tagged
+from support.requests import CERTIFICATES, CHAT, TOKEN, get, plain, post, received, tagged
 
 from ragorder import Orderer
 from ragorder.adapters.proxy import Fleet, ReplicaAddress, Timeouts, make_app
 from ragorder.adapters.proxy.fleet import ReplicaBackoff, requested_backoff_s
 
-TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"yes"}}]}\n\n'
 LAST = b"data: [DONE]\n\n"
 WHOLE = json.dumps({"choices": [{"message": {"content": "yes"}}]}).encode()
 

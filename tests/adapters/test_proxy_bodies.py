@@ -23,6 +23,7 @@ from ragorder.common.counts import Estimate
 pytest.importorskip("starlette")
 
 from support.bodies import Bodies
+from support.requests import TEMPLATE
 from support.rings import grid, length
 
 from ragorder.adapters.http_server.errors import HTTPError
@@ -30,7 +31,6 @@ from ragorder.adapters.http_server.untrusted_json import MAX_VALUES, TooManyValu
 from ragorder.adapters.proxy.bodies.parsing import Route
 from ragorder.common.lru_cache import LRUCache
 
-TEMPLATE = '<document id="{id}">\n{text}\n</document>'
 MIB = 1 << 20
 
 
@@ -121,9 +121,9 @@ class TestValues:
         bodies = make()
         for order in ("ab", "ba"):
             content = "".join(document(name, name * 400) for name in order)
-            sent = bodies.ordered(json.dumps({**names, "messages": [{"role": "user", "content": content}]}).encode())
-        assert json.loads(sent)["messages"][0]["content"].startswith(document("a", "a" * 400))
-        assert json.loads(sent).keys() == {*names, "messages"}
+            sent = bodies.forwarded({**names, "messages": [{"role": "user", "content": content}]})
+        assert sent["messages"][0]["content"].startswith(document("a", "a" * 400))
+        assert sent.keys() == {*names, "messages"}
 
     @given(
         st.recursive(
@@ -183,7 +183,7 @@ class TestLoneSurrogates:
     def test_tagged_ones_reach_the_prompt(self, cut: str) -> None:
         documents = [{"id": name, "text": name + cut} for name in "ab"]
         body = {"messages": [], "ragorder": {"documents": documents, "query": cut + "?"}}
-        (message,) = json.loads(make().ordered(json.dumps(body).encode()))["messages"]
+        (message,) = make().forwarded(body)["messages"]
         assert [each in message["content"] for each in ("a" + cut, "b" + cut, cut + "?")] == [True] * 3
 
     @pytest.mark.parametrize("cut", [b"\\ud83d", b"\\uD83D"])
@@ -198,7 +198,7 @@ class TestLoneSurrogates:
         bodies = make()
         for order in ("ab", "ba"):
             body = {"messages": [{"role": "user", "content": told(own, order)}]}
-            assert json.loads(bodies.ordered(json.dumps(body).encode()))["messages"][0]["content"] == told(own)
+            assert bodies.forwarded(body)["messages"][0]["content"] == told(own)
         mixed = json.dumps({"messages": [{"role": "user", "content": told(own + "\ud83d")}]}).encode()
         assert make().ordered(mixed) == mixed
 
@@ -206,8 +206,8 @@ class TestLoneSurrogates:
         bodies = make()
         for order in ("ab", "ba"):
             parts = [{"type": "text", "text": document(name, name * 400 + "\ud800")} for name in order]
-            sent = bodies.ordered(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode())
-        texts = [each["text"] for each in json.loads(sent)["messages"][0]["content"]]
+            sent = bodies.forwarded({"messages": [{"role": "user", "content": parts}]})
+        texts = [each["text"] for each in sent["messages"][0]["content"]]
         assert texts == [document(name, name * 400 + "\ud800") for name in "ab"]
 
     def test_a_tag_on_another_route_is_refused_as_ever(self) -> None:
@@ -485,9 +485,7 @@ class TestLengthsByScript:
         bodies = Bodies("<d>{text}</d>")
         content = "".join(f"<d>{n}{letter * 100}</d>" for n in (1, 2))
         for body in ({"messages": [{"role": "user", "content": content}]}, tagged_with(letter * 100)):
-            parsed = bodies.parse("chat", json.dumps(body).encode())
-            assert parsed is not None
-            for document in parsed.documents:
+            for document in bodies.found(body).documents:
                 # The marks have a few.
                 assert least <= document.token_count <= most + 8
                 assert document.tokens is None or isinstance(document.tokens, Estimate)
@@ -499,8 +497,7 @@ class TestLengthsByScript:
         for number in range(12):
             texts = [f"{number}{n}" + letter * (1000 + 50 * n) for n in range(4)]
             content = "".join(f"<d>{text}</d>" for text in texts)
-            parsed = bodies.parse("chat", json.dumps({"messages": [{"role": "user", "content": content}]}).encode())
-            assert parsed is not None
+            parsed = bodies.found({"messages": [{"role": "user", "content": content}]})
             counts.append(parsed.documents[0].token_count)
             count = round(tokens * sum(map(len, texts))) + 20
             bodies.answer(bodies.order(parsed), usage={"prompt_tokens": count, "completion_tokens": 1})

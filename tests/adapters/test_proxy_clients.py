@@ -75,26 +75,11 @@ class TestAnthropic:
         assert cloud.last == self.ask("abc")
         assert eventually(lambda: orderer.finished == [SERVED, SERVED])
 
-    def test_documents_may_be_tagged(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
-        for names in ("abc", "cba"):
-            client.messages.create(model="claude", max_tokens=16, messages=[], extra_body={"ragorder": tag(names)})
-        assert names_in(cloud.last) == "abc"
-        assert "ragorder" not in cloud.last
-        assert eventually(lambda: orderer.finished == [SERVED, SERVED])
-
     def test_streams_are_streams(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
         with client.messages.stream(**self.ask("abc")) as stream:
             assert "".join(stream.text_stream) == "yes"
             message = stream.get_final_message()
         assert (message.usage.output_tokens, message.usage.cache_read_input_tokens) == (COMPLETION, CACHED)
-        assert eventually(lambda: orderer.finished == [SERVED])
-
-    async def test_asynchronous_ones_too(self, start: Callable[..., str], orderer: RecordingOrderer) -> None:
-        anthropic = pytest.importorskip("anthropic")
-        async with anthropic.AsyncAnthropic(base_url=start(), auth_token=KEY, api_key=None, max_retries=0) as client:
-            stream = await client.messages.create(**self.ask("ab"), stream=True)
-            kinds = [event.type async for event in stream]
-        assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
         assert eventually(lambda: orderer.finished == [SERVED])
 
     def test_errors_of_the_server_are_its_own(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
@@ -127,10 +112,6 @@ class TestAnthropic:
                 with pytest.raises(anthropic.APIStatusError) as caught:
                     client.messages.create(**self.ask("ab"), stream=streamed)
                 assert (caught.value.status_code, caught.value.body["error"]["type"]) == (502, "api_error")
-
-    def test_the_proxys_key_does_not_go_on(self, client: Any, cloud: Cloud) -> None:
-        client.messages.create(**self.ask("ab"))
-        assert KEY not in str(cloud.headers)
 
     def test_the_servers_key_does(self, start: Callable[..., str], cloud: Cloud) -> None:
         anthropic = pytest.importorskip("anthropic")
@@ -174,10 +155,6 @@ class TestOpenAIResponses:
             parts = [{"type": "input_text", "text": asked(names)}]
             client.responses.create(model="gpt", input=[{"role": "user", "content": parts}])
         assert cloud.last["input"][0]["content"][0]["text"] == asked("abc")
-
-    def test_documents_may_be_tagged(self, client: Any, cloud: Cloud) -> None:
-        client.responses.create(model="gpt", input="Hello", extra_body={"ragorder": tag("ab")})
-        assert [each["content"][:5] for each in cloud.last["input"]] == ["Hello", "[a]\na"]
 
     def test_streams_are_streams(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
         stream = client.responses.create(model="gpt", input=asked("abc"), stream=True)
@@ -252,37 +229,30 @@ class TestLiteLLM:
         return pytest.importorskip("litellm")
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_chats(
-        self, stream: bool, litellm: Any, start: Callable[..., str], cloud: Cloud, orderer: RecordingOrderer
+    @pytest.mark.parametrize(("model", "base"), [("openai/m", "/v1"), ("anthropic/claude-sonnet-4-5", "")])
+    def test_chats_and_messages(
+        self,
+        model: str,
+        base: str,
+        stream: bool,
+        litellm: Any,
+        start: Callable[..., str],
+        cloud: Cloud,
+        orderer: RecordingOrderer,
     ) -> None:
-        options = {"api_base": f"{start()}/v1", "api_key": KEY, "stream": stream, "num_retries": 0}
-        if stream:
+        options = {"api_base": start() + base, "api_key": KEY, "stream": stream, "num_retries": 0, "max_tokens": 16}
+        if stream and base:
             options["stream_options"] = {"include_usage": True}
         for names in ("abc", "cba"):
-            answer = litellm.completion("openai/m", [{"role": "user", "content": asked(names)}], **options)
+            answer = litellm.completion(model, [{"role": "user", "content": asked(names)}], **options)
             text = (
                 "".join(each.choices[0].delta.content or "" for each in answer)
                 if stream
                 else answer.choices[0].message.content
             )
             assert text == "yes"
-        assert cloud.last["messages"] == [{"role": "user", "content": asked("abc")}]
-        assert eventually(lambda: orderer.finished == [SERVED, SERVED])
-
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_messages(
-        self, stream: bool, litellm: Any, start: Callable[..., str], cloud: Cloud, orderer: RecordingOrderer
-    ) -> None:
-        options = {"api_base": start(), "api_key": KEY, "stream": stream, "num_retries": 0, "max_tokens": 16}
-        for names in ("abc", "cba"):
-            messages = [{"role": "user", "content": asked(names)}]
-            answer = litellm.completion("anthropic/claude-sonnet-4-5", messages, **options)
-            text = (
-                "".join(each.choices[0].delta.content or "" for each in answer)
-                if stream
-                else answer.choices[0].message.content
-            )
-            assert text == "yes"
+        if base:
+            assert cloud.last["messages"] == [{"role": "user", "content": asked("abc")}]
         assert names_in(cloud.last) == "abc"
         assert eventually(lambda: orderer.finished == [SERVED, SERVED])
 

@@ -41,7 +41,9 @@ def written(names: Iterable[str]) -> str:
 class Cloud:
     """The proxy's work on bodies in front of a simulated cloud."""
 
-    def __init__(self, route: str, count: Callable[[str], int] | None = None, **options: Any) -> None:
+    def __init__(
+        self, route: str, count: Callable[[str], int] | None = None, *, on_passed: Any = None, **options: Any
+    ) -> None:
         self.route = route
         self.model, self.field = ROUTES[route]
         self.clouds = CloudOrderers(**options)
@@ -50,6 +52,7 @@ class Cloud:
             orderer=Orderer(block_size=16, strict=True, feedback=False),
             marks=["messages"],
             clouds=self.clouds,
+            on_passed=on_passed,
         )
         self.rules = cache_rules("anthropic" if route == "messages" else "openai", self.model, options.get("ttl"))
         self.cloud = SimulatedCloud(self.rules, count)
@@ -64,10 +67,7 @@ class Cloud:
         return body | {"messages": [{"role": "system", "content": system}, *turns]}
 
     def send(self, body: dict[str, Any]) -> tuple[dict[str, Any], OrderedRequest]:
-        content = json.dumps(body).encode()
-        parsed = self.bodies.parse(self.route, content)  # type: ignore[arg-type]
-        assert parsed is not None
-        request = self.bodies.order(parsed)
+        request = self.bodies.order(self.bodies.found(body, self.route))  # type: ignore[arg-type]
         return json.loads(request.take_body()), request
 
     def ask(self, body: dict[str, Any]) -> tuple[dict[str, Any], CloudAnswer]:
@@ -138,14 +138,8 @@ class TestMarks:
         self, route: str, where: str, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
     ) -> None:
         """Such a cache can be resumed at these marks alone: no other order of the documents leads to a hit."""
-        cloud, told = Cloud(route), []
-        cloud.bodies = Bodies(
-            TEMPLATE,
-            orderer=Orderer(block_size=16, strict=True, feedback=False),
-            marks=["messages"],
-            clouds=cloud.clouds,
-            on_passed=told.append,
-        )
+        told: list[str] = []
+        cloud = Cloud(route, on_passed=told.append)
         mark = {cloud.field: {"type": "ephemeral"} if route == "messages" else {"mode": "explicit"}}
         kind = "input_text" if route == "responses" else "text"
         for names in ("abcd", "caeb", "dcba"):
@@ -317,9 +311,7 @@ class TestReports:
 
     def test_what_a_stream_reports_is_what_it_costs(self) -> None:
         cloud = Cloud("messages")
-        parsed = cloud.bodies.parse("messages", json.dumps(cloud.body(user(f"{written('abc')}?"))).encode())
-        assert parsed is not None and parsed.orderer is not None
-        request = cloud.bodies.order(parsed)
+        _, request = cloud.send(cloud.body(user(f"{written('abc')}?")))
         ordering = request._ordering
         assert ordering is not None
         usage = {"input_tokens": 100, "cache_read_input_tokens": 600, "cache_creation_input_tokens": 1000}

@@ -24,7 +24,7 @@ import httpx2
 from prometheus_client import CollectorRegistry, generate_latest
 from support import requests
 from support.fake_engine import EngineProcess, Engines
-from support.requests import CERTIFICATES, CHAT, get, plain, post
+from support.requests import CERTIFICATES, CHAT, ROLE, TOKEN, get, plain, post
 from support.rings import length
 from support.serve_process import Served
 from support.streamed_answer import StreamedAnswer, stream
@@ -397,8 +397,6 @@ class TestHeldAnswers:
         "status": 200,
         "headers": [(b"content-type", b"text/event-stream")],
     }
-    ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
-    TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"yes"}}]}\n\n'
 
     @pytest.fixture
     def sent(self) -> list[Any]:
@@ -416,10 +414,10 @@ class TestHeldAnswers:
     async def test_a_stream_begins_with_its_first_token(self, sent: list[Any]) -> None:
         answer = self.held(sent)
         await answer(self.HEAD)
-        await answer(self.piece(self.ROLE))
+        await answer(self.piece(ROLE))
         assert sent == [] and not answer.begun
-        await answer(self.piece(self.TOKEN))
-        assert [each.get("body") for each in sent] == [None, self.ROLE + self.TOKEN] and answer.begun
+        await answer(self.piece(TOKEN))
+        assert [each.get("body") for each in sent] == [None, ROLE + TOKEN] and answer.begun
 
     async def test_a_whole_answer_begins_at_its_end_and_a_long_one_before(self, sent: list[Any]) -> None:
         head = {**self.HEAD, "headers": [(b"content-type", b"application/json")]}
@@ -448,7 +446,7 @@ class TestHeldAnswers:
     async def test_a_stream_of_other_routes_or_compressed_is_not_delayed(self, sent: list[Any]) -> None:
         other = self.held(sent, of_tokens=False)
         await other(self.HEAD)
-        await other(self.piece(self.ROLE))
+        await other(self.piece(ROLE))
         assert len(sent) == 2
         compressed = self.held(sent)
         await compressed({**self.HEAD, "headers": [*self.HEAD["headers"], (b"content-encoding", b"gzip")]})
@@ -481,7 +479,7 @@ class TestHeldAnswers:
         error = UpstreamError(502, "gone", code="upstream_unavailable")
         answer = self.held(sent)
         await answer(self.HEAD)
-        await answer(self.piece(self.TOKEN))
+        await answer(self.piece(TOKEN))
         await answer(self.piece(b'data: {"choi'))
         await answer.fail(error)
         assert len(sent) == 3

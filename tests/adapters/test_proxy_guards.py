@@ -339,9 +339,6 @@ class TestReadiness:
         assert (response.status_code, code_of(response)) == (503, "upstream_not_ready")
         assert client.get("/ragorder/health").status_code == 200
 
-    def test_an_unreachable_server_is_not_ready(self, start: Start) -> None:
-        assert start(upstream="http://127.0.0.1:9").get("/ragorder/ready").status_code == 503
-
     def test_a_silent_server_is_not_ready(
         self, start: Start, server: RawServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:

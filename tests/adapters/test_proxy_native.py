@@ -13,10 +13,10 @@ pytest.importorskip("starlette")
 
 import httpx2
 from support.bodies import Bodies
-from support.requests import post_to, received
+from support.requests import post_to, proxy_to, received
 
 from ragorder import Orderer
-from ragorder.adapters.proxy import Fleet, ReplicaAddress, make_app
+from ragorder.adapters.proxy import Fleet, ReplicaAddress
 from ragorder.adapters.proxy.bodies.body import Route
 
 TEXTS = {name: f"{name} is about {name}. " * 20 for name in "abcde"}
@@ -84,16 +84,7 @@ Post = Callable[..., httpx2.Response]
 
 @pytest.fixture
 def post(server: Server) -> Post:
-    return posting(server, "http://far.end")
-
-
-def posting(server: Server, upstream: str | Fleet) -> Post:
-    app = make_app(
-        Orderer(block_size=16, strict=True),
-        upstream=upstream,
-        make_transport=lambda: httpx2.ASGITransport(server),
-    )
-    return partial(post_to, app)
+    return partial(post_to, proxy_to(server))
 
 
 MESSAGES = "/v1/messages"
@@ -191,7 +182,7 @@ class TestBlocks:
 
     def test_through_several_replicas_too(self, kind: str, name: str, server: Server) -> None:
         replicas = [ReplicaAddress(f"http://far.{n}", Orderer(block_size=16, strict=True)) for n in (1, 2)]
-        post = posting(server, Fleet(replicas))
+        post = partial(post_to, proxy_to(server, upstream=Fleet(replicas)))
         for names in ("abc", "cab"):
             server.answer = {"content": [{"type": "text", "text": "", "citations": [self.citation(name, 0)]}]}
             response = post(blocks(names, kind), MESSAGES)
@@ -284,7 +275,7 @@ def prompt(*documents: list[dict[str, Any]], role: str = "user") -> dict[str, An
 def sent(*bodies: dict[str, Any], route: Route = "chat", **options: Any) -> dict[str, Any]:
     """The last of several bodies, as it is sent."""
     orders = Bodies(TEMPLATE, **options)
-    found: dict[str, Any] = [json.loads(orders.ordered(json.dumps(body).encode(), route)) for body in bodies][-1]
+    found: dict[str, Any] = [orders.forwarded(body, route) for body in bodies][-1]
     return found
 
 
@@ -383,13 +374,3 @@ class TestTools:
         passed: list[str] = []
         sent({"tools": TOOLS, "messages": [ASK]}, stable_tools=True, on_passed=passed.append)
         assert passed == ["no_documents"]
-
-    def test_lines_of_a_list_are_ordered_by_a_form_with_two(self) -> None:
-        def body(order: str) -> bytes:
-            lines = "".join(f"- {letter * 80}\n" for letter in order)
-            return json.dumps(
-                {"messages": [{"role": "system", "content": f"[User Memory]\n{lines}\nHelp."}, ASK]}
-            ).encode()
-
-        orders = Bodies("[User Memory]\n- {text}\n- {text}\n\n")
-        assert json.loads(orders.ordered(body("abcd"))) == json.loads(orders.ordered(body("dbca")))

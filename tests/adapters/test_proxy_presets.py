@@ -295,9 +295,8 @@ class TestJSON:
         run = find_templates("json")[0].find(written(texts))
         assert run is not None
         permutation = rng.sample(range(len(texts)), len(texts))
-        assert run.filled([run.documents[rank] for rank in permutation]) == written(
-            [texts[rank] for rank in permutation]
-        )
+        moved = "".join(run.pieces_with([run.documents[rank] for rank in permutation]))
+        assert moved == written([texts[rank] for rank in permutation])
 
     @pytest.mark.parametrize(
         "text",

@@ -122,7 +122,7 @@ class TestAnApplicationWithMarks:
                         parts = [template.split(each) for each in found.documents]
                         placed = [parts[rank].with_id(parts[place].id) for place, rank in enumerate(order)]
                         moved = placed if template.shows_number else [found.documents[rank] for rank in order]
-                        assert found.filled(moved) == other["content"]
+                        assert "".join(found.pieces_with(moved)) == other["content"]
 
     def test_examples_are_shown_with_a_predicted_saving(self, tmp_path: Path) -> None:
         done = run(log(tmp_path / "log.jsonl", [xml(*each) for each in retrieved()]))

@@ -40,6 +40,11 @@ class Bodies:
     def parse(self, route: Route, content: bytes) -> ParsedBody | None:
         return self.parser.parse(route, content)
 
+    def found(self, body: Any, route: Route = "chat") -> ParsedBody:
+        parsed = self.parse(route, json.dumps(body).encode())
+        assert parsed is not None
+        return parsed
+
     def order(self, parsed: ParsedBody, upcoming: Sequence[ParsedBody] = ()) -> OrderedRequest:
         return self.requests.order(parsed, upcoming)
 
@@ -47,6 +52,10 @@ class Bodies:
         """The body that is forwarded; no answer comes."""
         parsed = self.parse(route, content)
         return content if parsed is None else self.order(parsed).take_body()
+
+    def forwarded(self, body: Any, route: Route = "chat") -> Any:
+        """As `ordered`, of JSON."""
+        return json.loads(self.ordered(json.dumps(body).encode(), route))
 
     def served(self, body: Any, route: Route = "chat", *, status: int = 200, usage: Any = None) -> Any:
         """The body that is forwarded; its answer came. The headers of the answer are in `headers`."""

@@ -19,6 +19,9 @@ CERTIFICATES = httpx2.create_ssl_context()
 CHAT = "/v1/chat/completions"
 TEMPLATE = '<document id="{id}">\n{text}\n</document>'
 TEXTS = {name: f"{name} is a document about {name}. " * 20 for name in "abcdefgh"}
+# Events of a streamed chat.
+ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"yes"}}]}\n\n'
 
 
 def tag(names: Iterable[str], query: str = "Which?", texts: dict[str, str] = TEXTS) -> dict[str, Any]:
@@ -97,6 +100,22 @@ async def received(receive: Any) -> bytes:
         message = await receive()
         body, more = body + message.get("body", b""), message.get("more_body", False)
     return body
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """A far end that answers with the body that it gets."""
+    body = await received(receive)
+    headers = [(b"content-type", b"application/json"), (b"x-own", b"1")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def proxy_to(far_end: Any, orderer: Orderer | None = None, **options: Any) -> Any:
+    """The proxy in front of an application that no server serves."""
+    from ragorder.adapters.proxy import make_app
+
+    options = {"upstream": "http://far.end", "make_transport": lambda: httpx2.ASGITransport(far_end)} | options
+    return make_app(orderer or Orderer(block_size=16, strict=True), **options)
 
 
 class RecordingOrderer(Orderer):

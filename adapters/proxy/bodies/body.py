@@ -41,8 +41,9 @@ class PromptSuffix(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """A plain prompt, the content of message `place` (its `field`), or its adjacent text parts from part `number` on,
-    joined by `BOUNDARY`. `outer` are the message's parts if the content is `nested` in that part (a tool's result)."""
+    """A plain prompt, or the content of message `place` (its `field`): a text, or adjacent text parts from part
+    `number` on, joined by `BOUNDARY`. Content `nested` in a part (a tool's result) has the message's parts as
+    `outer`."""
 
     text: str
     messages: Sequence[Raw] = ()
@@ -55,7 +56,7 @@ class Passage(NamedTuple):
     nested: int | None = None
 
     def prefix(self, head: str) -> PromptPrefix:
-        """Takes quadratic time if called for each passage."""
+        """Takes quadratic time if called for all passages."""
         *before, own = head.split(BOUNDARY)
         role, parts = self.role, self.parts[: self.number + len(before)]
         if self.nested is not None:
@@ -84,13 +85,13 @@ class Body:
         "tool_choice",
         "tools",
     )
-    """Fields besides the messages that a server renders before the documents, or that change how it does."""
+    """Fields besides the messages that a server renders before the documents, or that change how it renders."""
     limits: ClassVar[Sequence[str]] = ("max_completion_tokens", "max_tokens")
     """Fields with the longest answer, in tokens; the first one counts."""
     is_changed = False
     """Whether the body is sent with a change besides its documents."""
     values = 0
-    """Upper bound of its number of JSON values."""
+    """Upper bound of the number of JSON values."""
     takes_cache_key = False
     """Whether the server routes requests by a cache key."""
 
@@ -111,7 +112,6 @@ class Body:
         raise NotImplementedError
 
     def is_turn(self, passage: Passage) -> bool:
-        """Return whether later requests repeat the passage."""
         return False
 
     def is_history(self, passage: Passage) -> bool:
@@ -119,7 +119,7 @@ class Body:
         return False
 
     def sort_tools(self) -> None:
-        """Put the tools in the order of their names, unless the client sets breakpoints between them."""
+        """Sort the tools by name, unless the client sets breakpoints in them."""
         tools = decode(self.fields.get("tools", _NULL), list[Raw]) or []
         if any(mark in bytes(tool) for tool in tools for mark in _TOOL_MARKS):
             return
@@ -135,7 +135,7 @@ class Body:
         return decode(self.fields[name], int) if name in self.fields else None
 
     def string(self, name: str) -> str | None:
-        """Return a string, or None if it is absent or null. Raises HTTPError for other types."""
+        """Return a string, or None if absent or null. Raises HTTPError for other types."""
         if name not in self.fields or self.fields[name] == _NULL:
             return None
         value = decode(self.fields[name], str)

@@ -75,7 +75,7 @@ class ChatBody(Body):
         self._put_messages(messages, changed.keys())
 
     def put_all(self, changes: Sequence[tuple[Passage, str]]) -> None:
-        """Replace texts of passages, in the order of `passages`, in one pass over the messages."""
+        """Replace the texts of passages, given in their order, in one pass over the messages."""
         if not changes:
             return
         messages = list(changes[0][0].messages)
@@ -125,14 +125,14 @@ class ChatBody(Body):
     def mark_around(
         self, passage: Passage | None, form: MarkForm, *, front: bool = False, ends: Sequence[int] = ()
     ) -> None:
-        """Set the breakpoints that are not at documents, and the fields that come with breakpoints."""
         if front:
             self.mark_front(passage, form)
         self._mark([(place, None) for place in ends], form)
         self.fields |= form.besides
 
     def _front(self, passage: Passage | None) -> tuple[Sequence[Raw], int, int | None]:
-        """Return the messages, the number of the one before a passage or -1, and in its own the parts before it."""
+        """Return the messages, the number of the last one before a passage (or -1), and how many of its parts are
+        before it, if it is the passage's own."""
         messages = self._messages(self.fields.get(self.messages_field, _NULL)) or []
         if passage is None:
             return messages, len(messages) - 1, None
@@ -212,7 +212,7 @@ class CohereBody(ChatBody):
 
 
 class ResponsesBody(ChatBody):
-    """Body of OpenAI's responses. A text as `input` is a user message; earlier responses are sent as an id alone."""
+    """Body of OpenAI's responses. A text as `input` is a user message; of earlier responses there is only an id."""
 
     route = "responses"
     messages_field = "input"
@@ -261,7 +261,7 @@ class ResponsesBody(ChatBody):
 
 
 class MessagesBody(ChatBody):
-    """Body of Anthropic's messages. Tool results are parts of a user message, with their own content."""
+    """Body of Anthropic's messages. Tool results are parts of a user message, with content of their own."""
 
     route = "messages"
     instructions_field = "system"

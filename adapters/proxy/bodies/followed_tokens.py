@@ -23,10 +23,10 @@ _RESHAPING = frozenset(Body.shapes_prefix) - {"tools", "tool_choice"}
 
 
 class FollowedTokens(TokenCounter):
-    """Token counter whose lengths have their tokens (`KnownTokens`) where these are the same in every prompt: at a
-    text's end, and at that of the text between two documents, the tokenizer must begin a new token.
+    """Token counter whose lengths have their tokens (`KnownTokens`) if these are the same in every prompt: the
+    tokenizer must begin a new token after the text, and after the text between two documents.
 
-    Only prompts of `models` have the engine's own tokens: an adapter has other KV for them.
+    Only for prompts of `models`: an adapter has other KV for the same tokens.
     """
 
     def __init__(self, builder: PromptBuilder, tokenizer: Any, models: Collection[str]) -> None:

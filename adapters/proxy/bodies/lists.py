@@ -20,26 +20,24 @@ _ORDER = re.compile(
 _ITEM = re.compile(r"([-*•]) +(?=\S)")
 _CONTINUED = re.compile(r"[ \t]+\S")
 _NUMBER = re.compile(r"[^\w\n]*([0-9][0-9:./T -]*)")
-# What may follow a list directly, without an empty line, and is none of its last entry.
+# What may begin the line right after a list: before any other line its end is unclear.
 _AFTER = re.compile(r"[<#\[]|\*\*|---")
 _INSTRUCTIONS = ("system", "developer")
 _Span = tuple[int, int]
 
 
 class ElementTemplate(DocumentTemplate):
-    """Form of the entries of such a list that are elements."""
+    """Form of lists whose entries are elements (<skill>); read in instructions only."""
 
     def reads(self, role: str) -> bool:
         return role in _INSTRUCTIONS
 
 
 class ListTemplate(DocumentTemplate):
-    """Form of the bulleted lists in instructions whose order means nothing, by their headings: memories, skills,
-    preferences.
+    """Form of the bulleted lists in instructions whose headings name memories, skills or preferences.
 
-    A list stays in its order if that may mean something (numbers, a heading with "recent", dates that rise or fall),
-    or if it is not clear where it ends. Only system and developer messages are read: elsewhere the list may be the
-    question's.
+    A list stays in its order if that may mean something (numbers, a heading with "recent", dates that rise or fall), or
+    if its end is unclear. Only system and developer messages are read: a list elsewhere may belong to the question.
     """
 
     def __init__(self) -> None:
@@ -49,7 +47,7 @@ class ListTemplate(DocumentTemplate):
         return role in _INSTRUCTIONS
 
     def _check(self) -> None:
-        """Do nothing: the heading marks the list."""
+        """Refuse nothing: a heading marks the list, not the template."""
 
     def spans(self, text: str) -> Iterator[_Span]:
         if len(text) > _LONGEST or _NAMES.search(text) is None:
@@ -61,7 +59,7 @@ class ListTemplate(DocumentTemplate):
             start += len(part) + len(BOUNDARY)
 
     def _are_adjacent(self, text: str, start: int, end: int) -> bool:
-        # Between two lists is a heading.
+        # Other text is the heading of another list.
         return text[start:end].isspace()
 
 
@@ -86,7 +84,6 @@ def _lists(text: str) -> Iterator[list[_Span]]:
 
 
 def _lines(text: str) -> list[_Span]:
-    """Return the lines, each without the white space at its end."""
     lines, start = [], 0
     for line in text.split("\n"):
         lines.append((start, start + len(line.rstrip())))
@@ -104,7 +101,7 @@ def _is_heading(line: str) -> bool:
 
 
 def _items(text: str, lines: list[_Span], place: int) -> tuple[list[_Span], int]:
-    """Return the entries of the list at a line, and the line after it; none if it is not clear where one ends."""
+    """Return the entries of the list at a line (none if its end is unclear), and the line after it."""
     items: list[_Span] = []
     bullet, gaps, empty = None, set(), 0
     while place < len(lines):
@@ -127,7 +124,6 @@ def _items(text: str, lines: list[_Span], place: int) -> tuple[list[_Span], int]
 
 
 def _is_sorted(entries: list[str]) -> bool:
-    """Return whether all entries begin with numbers or dates, in order."""
     found = [_NUMBER.match(entry) for entry in entries]
     keys = [[int(number) for number in re.findall("[0-9]{1,9}", each[1])] for each in found if each is not None]
     return len(keys) == len(entries) and keys in (sorted(keys), sorted(keys, reverse=True))

@@ -1,4 +1,4 @@
-"""Cache breakpoints in request bodies, as each provider's API spells them."""
+"""Cache breakpoints in request bodies, in each provider's form."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ragorder.clouds.parts import cache_control, cache_options, prompt_cache_bre
 from ragorder.orderer import OrdererLike
 
 Left = Literal["client_marks", "no_marks"]
-"""Why documents keep their order for a cache that resumes only at breakpoints: the client has set its own, or none is
-possible."""
+"""Why documents keep their order for a cache that resumes only at breakpoints: the client has set some, or none
+fits."""
 
 # Inside a JSON text the quotes would be escaped.
 _OF_CLIENT = re.compile(
@@ -27,9 +27,9 @@ _OF_CLIENT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class MarkForm:
-    """Spelling of a breakpoint in an API: the field `name` with `value` in a part of one of the `kinds`, in a message
-    of one of the `roles`, at most `most` in a request, which has the fields `besides`. A cache looks back
-    `lookback_parts`. `own_head`: the text before the documents in their message is its own part."""
+    """Form of breakpoints in an API: a field `name` with `value` in a part of one of the `kinds`, in a message of one
+    of the `roles`; at most `most` in a body, which then has the fields `besides`. From a breakpoint the cache looks
+    back over `lookback_parts` parts. `own_head`: the text before the documents in their message is its own part."""
 
     name: str
     value: Raw
@@ -61,8 +61,8 @@ _BREAKPOINT = MarkForm(
 
 @dataclass(frozen=True, slots=True)
 class MarkedBy:
-    """How a body gets breakpoints: their form, if it gets any, and the orderer that chooses them (None: a plain rule).
-    `keyed`: requests are routed by a cache key; `left`: why no order leads to a hit."""
+    """How a body gets breakpoints: their form (None: it gets none), and the orderer that chooses them (None: a plain
+    rule). `keyed`: requests are routed by a cache key; `left`: why no order leads to a hit."""
 
     form: MarkForm | None = None
     orderer: OrdererLike | None = None
@@ -71,7 +71,7 @@ class MarkedBy:
 
 
 class Marking:
-    """Choice of breakpoints: bodies of `routes` take `cache_control`, those for models of `clouds` follow their cache's
+    """Choice of breakpoints: bodies of `routes` take cache_control; those for models of `clouds` follow their cache's
     rules. `heeds_client`: the server's cache resumes only at a client's own breakpoints."""
 
     def __init__(
@@ -112,7 +112,7 @@ class Marking:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Text that becomes a content part: the number of the part that had it, and whether a breakpoint follows."""
+    """Text that becomes a content part, the number of the part that had it, and whether a breakpoint follows."""
 
     part: int
     text: str
@@ -120,9 +120,9 @@ class Chunk:
 
 
 def chunks_of(pieces: Sequence[str], marked: Collection[int], *, own_head: bool = False) -> list[Chunk]:
-    """Return a content part for each document of the `pieces` (head, document, gap, …, tail), independent of the
-    breakpoints: a cache finds only parts that are divided alike. Text before a document joins its chunk, except a head
-    with `own_head`, which breakpoint 0 follows."""
+    """Return a content part for each document of the `pieces` (head, document, gap, …, tail), wherever breakpoints are:
+    a cache finds only parts that are divided alike. The text before a document joins its part, but with `own_head` the
+    head is one, which breakpoint 0 follows."""
     chunks: list[Chunk] = []
     part = 0
     segments = [front + document for front, document in zip(pieces[:-1:2], pieces[1::2], strict=True)]
@@ -161,8 +161,8 @@ def chunk_part(part: dict[str, Any], chunk: Chunk, form: MarkForm | None) -> dic
 
 
 def mark_last(message: Raw, form: MarkForm, text_kind: str, parts_before: int | None = None) -> Raw | None:
-    """Return the message with a breakpoint after its last part, or its first `parts_before` ones; None if no server
-    takes one there. A text becomes a part of `text_kind`."""
+    """Return the message with a breakpoint after its last part, or after the first `parts_before`; None if no server
+    takes it there. A text becomes a part of `text_kind`."""
     fields = decode(message, Fields) or {}
     if decode(fields.get("role", _NULL), str) not in form.roles:
         return None
@@ -186,8 +186,8 @@ def takes_mark(message: Raw, form: MarkForm, text_kind: str, parts_before: int |
 def turn_ends(
     messages: Sequence[Raw], form: MarkForm, text_kind: str, is_answer: Callable[[Raw], bool]
 ) -> tuple[int, ...]:
-    """Return the messages that breakpoints follow: the last one, where the next turn resumes, and this turn's resume
-    point if the last breakpoint does not reach it. Empty before the first answer."""
+    """Return the messages that breakpoints follow: the last one, where the next turn resumes, and the one where this
+    turn resumes if the cache does not look back so far. None before the first answer."""
     last = len(messages) - 1
     answers = [place for place, message in enumerate(messages) if is_answer(message)]
     if not answers or not _is_boundary(messages[last]) or not takes_mark(messages[last], form, text_kind):

@@ -1,4 +1,4 @@
-"""Documents that a body has as such: lists in chats, blocks in Anthropic's messages."""
+"""Documents in an API's own form: fields of chats, blocks, content parts."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ Put = Callable[[Sequence[Raw], Sequence[int]], None]
 
 @dataclass(frozen=True, slots=True)
 class NativeDocuments:
-    """Documents of a body, between its prefix and suffix, in a message (`passage`) or a `field`; `put` writes them back
-    in an order. `lengths` are estimated; `cited` is the name of their places in citations, and the first place."""
+    """Documents of a body between its prefix and suffix, in a message (`passage`) or a `field`; `put` writes them back
+    in an order. `lengths` are estimates in tokens; `cited` is the field of their places in citations, and the first
+    place."""
 
     items: Sequence[Raw]
     lengths: Sequence[int]
@@ -59,7 +60,6 @@ class NativeDocuments:
     field: str = ""
 
     def marked(self, permutation: Sequence[int], marked: Collection[int], form: MarkForm | None) -> list[Raw]:
-        """Return the documents in an order; a breakpoint follows each of these numbers of them."""
         ordered = [self.items[rank] for rank in permutation]
         for place in marked if form is not None else ():
             if place and form is not None:
@@ -71,7 +71,6 @@ class NativeDocuments:
         return BOUNDARY.join(_text_of(self.items[rank]) for rank in permutation)
 
     def translator(self, permutation: Sequence[int]) -> CitationTranslator | None:
-        """Return a translator of the answer's citations, or None if they need none."""
         if self.cited is None or list(permutation) == list(range(len(permutation))):
             return None
         name, first = self.cited
@@ -174,8 +173,8 @@ def _putter(body: MessagesBody, passage: Passage, blocks: Sequence[Raw], cited: 
 
 
 def documents_in_parts(body: ChatBody, template: DocumentTemplate) -> NativeDocuments | None:
-    """Return documents that are content parts of their own, with the pictures that follow them, or None. Texts that
-    differ in nothing else are not moved as parts."""
+    """Return documents that are content parts, with the pictures after them, or None. Parts that differ in their texts
+    alone are one passage instead."""
     messages = body.prefix().messages
     for place, raw in enumerate(messages):
         message = decode(raw, _Part) or _Part()
@@ -203,7 +202,7 @@ def documents_in_parts(body: ChatBody, template: DocumentTemplate) -> NativeDocu
 
 
 def _clear_units(units: list[list[Raw]]) -> list[list[Raw]]:
-    """Return the documents whose pictures are clear; those after the last one may belong to the question."""
+    """Return the documents whose pictures are clear: those after the last one may be the question's."""
     if any(_MARKS.intersection(decode(part, Fields) or ()) for unit in units for part in unit):
         return []
     pictures = {len(unit) for unit in units}
@@ -215,7 +214,6 @@ def _clear_units(units: list[list[Raw]]) -> list[list[Raw]]:
 
 
 def _differ(parts: Sequence[Raw]) -> bool:
-    """Return whether texts differ in more than the text."""
     attributes = [(decode(part, Fields) or {}) | {"text": _NULL} for part in parts]
     return any(each != attributes[0] for each in attributes)
 
@@ -279,7 +277,7 @@ def _role_of(raw: Raw) -> str:
 
 
 class CitationTranslator:
-    """Translator of an answer's citations from places in the sent order to the client's; other events of a stream keep
+    """Translates an answer's citations from places in the sent order to the client's. A stream's other events keep
     their bytes. Raises HTTPError for an answer that it cannot read."""
 
     def __init__(self, name: str, places: Mapping[int, int]) -> None:
@@ -289,7 +287,7 @@ class CitationTranslator:
         self._held = bytearray()
 
     def begin(self, headers: Headers) -> Headers:
-        """Return the answer's headers: its length may change."""
+        """Return the answer's headers, without a length."""
         if encoding_of(headers) is not None:
             raise _unreadable("is compressed")
         self._is_stream = (header(headers, b"content-type") or b"").lower().startswith(b"text/event-stream")

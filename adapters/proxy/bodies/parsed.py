@@ -20,8 +20,8 @@ from ragorder.trie.histories import Segment
 
 @dataclass(frozen=True, slots=True)
 class BodyMarks:
-    """Breakpoints of a body: `turns` of them are at ends of a conversation's turns; breakpoint 0, before the documents,
-    exists only with `has_front`."""
+    """Breakpoints of a body, `turns` of them at ends of turns. With `has_front` breakpoint 0, before the documents, is
+    possible."""
 
     form: MarkForm
     turns: int = 0
@@ -38,7 +38,7 @@ PassReason = (
 
 
 class AnswerTranslator(Protocol):
-    """Changes an answer on its way to the client. Raises HTTPError for one that it cannot read."""
+    """Changes an answer on its way to the client. Raises HTTPError if it cannot read it."""
 
     def begin(self, headers: Headers) -> Headers: ...
 
@@ -51,18 +51,18 @@ class AnswerTranslator(Protocol):
 class ParsedBody:
     """A body with documents. Lengths are in tokens.
 
-    - `render` returns the body to send, from the rank of the document at each position and the numbers of leading
-      documents that breakpoints follow, if it takes `marks`
+    - `render` returns the body to send, from the rank at each position and the numbers of documents that breakpoints
+      follow, if it takes `marks`
     - `suffix_tokens` follow the last document, `gaps` are between documents
     - `error`: why the prefix could not be read
-    - `sent`, for an earlier turn, returns the order in which its documents were sent, or None if that is unknown
+    - `sent` returns the order in which an earlier turn's documents were sent, or None if unknown
     - `named`: ranks of the last message's documents that are named instead of sent
-    - `orderer`: the orderer of a cloud's model
-    - `question`: the text after the documents, as segments that later requests of the conversation repeat
-    - `left`: why the documents keep their order, without a prediction; the body may have changed otherwise
-    - `values`: upper bound of the body's number of JSON values
-    - `on_prompt` gets the reported tokens of the prompt
-    - `translator` returns what translates citations in the answer, from the sent order to the client's"""
+    - `orderer`: that of a cloud's model
+    - `question`: the text after the documents, in segments that later requests repeat
+    - `left`: why the documents keep their order; the body may have changed otherwise
+    - `values`: upper bound of the number of JSON values
+    - `on_prompt` gets the prompt's reported tokens
+    - `translator` returns what translates the answer's citations from the sent order to the client's"""
 
     body: Body
     documents: list[Document]
@@ -89,7 +89,7 @@ _SHORT = 4096
 
 
 def digest_of(*parts: str | bytes | None) -> bytes:
-    """Return a digest of 16 bytes; the boundaries between parts count."""
+    """Return a digest of 16 bytes, of the parts and their boundaries."""
     digest = blake2b(digest_size=16)
     for part in parts:
         encoded = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part

@@ -59,19 +59,19 @@ _TAG = b'"%s"' % FIELD.encode()
 
 class PromptLearner(Protocol):
     def add(self, tenant: str | None, texts: Sequence[str]) -> None:
-        """Take the texts of a request's messages whose documents are not found. Must not block."""
+        """Take the messages' texts of a request without known documents. Must not block."""
 
 
 @readable_by_threads
 class _Tag(Struct):
-    """The tag of a body; other fields are skipped."""
+    """The tag of a body, without its other fields."""
 
     ragorder: Raw = Raw(b"")
 
 
 class BodyParser:
-    """Parser of bodies, see `make_app`. `warn` gets each complaint once; bodies of the routes in `marks` take
-    cache_control; `heeds_client_marks`: the server's cache resumes only at a client's own breakpoints."""
+    """Parser of bodies; options as for `make_app`. `warn` gets each complaint once. `marks` and `heeds_client_marks` as
+    for `Marking`."""
 
     def __init__(
         self,
@@ -161,6 +161,13 @@ class BodyParser:
         body.takes_cache_key = body.takes_cache_key or by.keyed
         if FIELD in fields:
             return self._read_tagged(body, by)
+        try:
+            return self._read_untagged(body, content, by)
+        except HTTPError:
+            # The server will refuse the malformed field.
+            return "unreadable"
+
+    def _read_untagged(self, body: Body, content: bytes, by: MarkedBy) -> ParsedBody | PassReason:
         # Their ends in the prompt are not known.
         if self._finds_native and not self._send_facts and (native := _native(body, native_documents)) is not None:
             return self._order_native(body, content, native, by)
@@ -178,17 +185,16 @@ class BodyParser:
         return found
 
     def _in_parts(self, body: Body, template: DocumentTemplate, by: MarkedBy) -> NativeDocuments | None:
-        """Return documents that move with their content parts. Breakpoints, and numbers in the texts, do not."""
+        """Return documents that are content parts; None with breakpoints, or numbers in texts, which would not move."""
         is_plain = by == MarkedBy() and self._repeated is None and not self._by_place and not self._send_facts
         if not is_plain or template.shows_number or not isinstance(body, ChatBody):
             return None
         return _native(body, partial(documents_in_parts, template=template))
 
     def _recognise(self, body: Body, content: bytes, by: MarkedBy) -> None:
-        """Say what a preset would save, or learn from the request. It is forwarded without either."""
+        """Count what a preset would save, or learn from the request. Errors do not fail it."""
         if self._recogniser is None or by.left is not None:
             return
-        # Neither has anything to do with the answer to this request.
         with suppress(Exception):
             texts = [each.text for each in body.passages() if each.role != "assistant"]
             is_known = self._recogniser.look(texts, lambda template: self._find(body, content, template, by))
@@ -230,10 +236,9 @@ class BodyParser:
             names += [self._builder.label_of(each)] if "label" in self._builder.shown else []
             documents.append(Document("\0".join(names), each.text, self._tokens.tagged(each, salt, numbered=numbered)))
         facts = {"marks": marks, "orderer": by.orderer, "left": _left(by, marks)}
-        return self._parsed(body, documents, self._tokens.question(tagged.query), render, salt, prefix, **facts)
+        return self._parsed(body, documents, self._builder.suffix_tokens(tagged.query), render, salt, prefix, **facts)
 
     def _pieces(self, documents: Sequence[Document], turn: str) -> list[str] | None:
-        """Return the turn divided at its documents, or None if escaping crosses their boundaries."""
         texts = [self._builder.document_text(each) for each in documents]
         if not texts or not turn.startswith("".join(texts)):
             return None
@@ -250,11 +255,7 @@ class BodyParser:
             found = by.left
         if isinstance(found, str) and named is None:
             return found
-        try:
-            salt = body.string("cache_salt")
-        except HTTPError:
-            # The server will refuse it.
-            return "unreadable"
+        salt = body.string("cache_salt")
         if isinstance(found, str):
             none = partial(_unordered, body)
             return self._parsed(body, [], 0, none, salt, body.prefix(), named=named or (), left=by.left)
@@ -331,11 +332,7 @@ class BodyParser:
             return left
         if len(native.items) > MAX_DOCUMENTS:
             return "unreadable"
-        try:
-            salt = body.string("cache_salt")
-        except HTTPError:
-            # The server will refuse it.
-            return "unreadable"
+        salt = body.string("cache_salt")
         is_changed = marks is not None or body.wants_cache_key() or body.is_changed
 
         def render(permutation: Sequence[int], marked: Sequence[int]) -> bytes:
@@ -379,7 +376,7 @@ class BodyParser:
         prefix: PromptPrefix,
         **facts: Any,
     ) -> ParsedBody:
-        """`facts` are further fields: each copy of a `ParsedBody` takes as long as a document's digest."""
+        """`facts` are further fields: adding them in a copy would take as long as a document's digest."""
         scope, prefix_tokens, failure = b"", 0, None
         try:
             scope = scope_of(body, salt, prefix)
@@ -392,7 +389,7 @@ class BodyParser:
     def _learner(
         self, texts: Sequence[str], prefix_tokens: int, question: str, suffix_tokens: int
     ) -> Callable[[int | None], None] | None:
-        """Return what learns the lengths of scripts from a reported prompt, or None for Latin documents."""
+        """Return what learns scripts' lengths from the prompt's reported tokens, or None for Latin documents."""
         more = self._tokens.more("".join(texts))
         if not more:
             return None
@@ -437,7 +434,8 @@ def _native(body: BodyT, find: Callable[[BodyT], NativeDocuments | None]) -> Nat
 
 
 def _open(route: Route, content: bytes) -> tuple[Fields, int] | PassReason:
-    """Return fields and number of values. Raises HTTPError for a tag in a body that is not read; decoding errors."""
+    """Return the fields and the number of values. Raises HTTPError for a tag in a body that is not read, and
+    NOT_JSON."""
     if route == "other":
         if _is_tagged(content):
             message = f"{FIELD}: documents are supported in chats (/v1/chat/completions), completions "

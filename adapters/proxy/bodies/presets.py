@@ -19,6 +19,7 @@ from ragorder.adapters.observing.observed import Observation, ObservedOrderer
 from ragorder.adapters.proxy.bodies.lists import list_templates
 from ragorder.adapters.proxy.bodies.parsed import ParsedBody
 from ragorder.adapters.proxy.bodies.template import DocumentTemplate, TemplateError
+from ragorder.adapters.structs import readable_by_threads
 from ragorder.orderer import Orderer
 from ragorder.ordering import RequestOutcome
 from ragorder.scope.request import Lengths
@@ -27,9 +28,10 @@ from ragorder.settings import Settings
 AUTO, JSON, MEMORIES, NONE = "auto", "json", "memories", "none"
 
 
+@readable_by_threads
 class Preset(Struct, frozen=True, forbid_unknown_fields=True):
-    """Entry of presets.toml: a template and its origin. A user's file has `form` and, if needed, `head`, `between` and
-    `tail`."""
+    """Template of an application, an entry of presets.toml. A user's file has `form` and, if needed, `head`, `between`
+    and `tail`."""
 
     form: str
     head: str = ""
@@ -53,9 +55,8 @@ def presets() -> Mapping[str, Preset]:
 
 
 def find_templates(text: str) -> list[DocumentTemplate]:
-    """Return the templates that a text names: a preset, "json", "memories", "auto", "none", a TOML file, or a form.
-
-    Raises TemplateError."""
+    """Return the templates for a preset's name, "json", "memories", "auto", "none", a TOML file, or a form. Raises
+    TemplateError."""
     if text == NONE:
         return []
     if text == AUTO:
@@ -92,13 +93,13 @@ _LONGEST_JSON = 1 << 20
 
 
 class JSONTemplate(DocumentTemplate):
-    """Template for a JSON list in a text: two or more objects with the same keys, each with a string."""
+    """Form of a JSON list in a text: two or more objects with the same keys, each with a string."""
 
     def __init__(self) -> None:
         super().__init__("[{text}\n{text}]", name="json")
 
     def _check(self) -> None:
-        """Do nothing: JSON needs no marks."""
+        """JSON needs no marks."""
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
         if len(text) > _LONGEST_JSON:
@@ -114,8 +115,8 @@ class JSONTemplate(DocumentTemplate):
 
 
 def _json_items(text: str, at: int) -> Iterator[tuple[int, int]]:
-    """Yield where the objects of the list begin and end, the first at `at`; nothing if one is no document, or if the
-    list does not end."""
+    """Yield the spans of the list's objects, the first at `at`; nothing if one is no document, or the list does not
+    end."""
     items: list[tuple[int, int]] = []
     names: set[str] | None = None
     while True:
@@ -139,9 +140,9 @@ def _json_items(text: str, at: int) -> Iterator[tuple[int, int]]:
 
 
 class PromptRecogniser:
-    """Recogniser of presets in prompts that no template reads. Orders their documents on a mirror of its own, and calls
-    `on_recognised` with the preset's name, the prompt's tokens up to the last document, and how many of these would be
-    cached in ragorder's order and in retrieval order. Thread-safe."""
+    """Recognises presets in prompts without a template, and orders their documents on a mirror. `on_recognised` gets
+    the preset's name, the prompt's tokens up to the last document, and how many of them would be cached in ragorder's
+    order and in retrieval order. Thread-safe."""
 
     def __init__(self, settings: Settings, on_recognised: Callable[[str, int, int, int], None]) -> None:
         self._settings = settings
@@ -151,7 +152,7 @@ class PromptRecogniser:
         self._requests: Counter[str] = Counter()
 
     def look(self, texts: Sequence[str], read: Callable[[DocumentTemplate], object]) -> bool:
-        """Return whether a request's texts have the form of a preset. `read` parses the request by it."""
+        """Return whether a request's texts have a preset's form, by which `read` parses the request."""
         for name, template in self._templates.items():
             if any(map(template.find, texts)):
                 parsed = read(template)
@@ -162,7 +163,6 @@ class PromptRecogniser:
         return False
 
     def hint(self) -> str:
-        """Return how to order the requests of the most frequent preset, or an empty text."""
         if not self._requests:
             return ""
         name = self._requests.most_common(1)[0][0]
@@ -181,8 +181,6 @@ class PromptRecogniser:
 
 
 class _Told(NamedTuple):
-    """Watcher that passes each order on."""
-
     name: str
     on_recognised: Callable[[str, int, int, int], None]
 

@@ -102,10 +102,12 @@ def read_tagged(content: bytes | Raw) -> Tagged:
 
 
 def openapi() -> dict[str, Any]:
-    schemas = _components()
+    schemas = msgspec.json.schema_components([Tagged], ref_template=_REFERENCE + "{name}")[1]
+    scope = schemas["Tagged"]["properties"]["scope"]
+    salt = {"anyOf": scope["anyOf"], "default": scope["default"], "description": "The tenant's salt, as vLLM takes it."}
     for name, (field, kind, description) in _BODIES.items():
         prompt = kind | {"description": "The prompt before the documents."}
-        schemas[f"{name}Body"] = _body({field: prompt}, description)
+        schemas[f"{name}Body"] = _body(salt, {field: prompt}, description)
     parts = {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")}
     error = {"type": "object", "properties": parts}
     schemas["Error"] = {"type": "object", "properties": {"error": error}, "required": ["error"]}
@@ -146,27 +148,14 @@ _BODIES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-def _components() -> dict[str, Any]:
-    return msgspec.json.schema_components([Tagged], ref_template=_REFERENCE + "{name}")[1]
-
-
-def _body(properties: dict[str, Any], description: str) -> dict[str, Any]:
-    common = {
-        "model": {"type": "string"},
-        "cache_salt": _tenant() | {"description": "The tenant's salt, as vLLM takes it."},
-        FIELD: {"$ref": f"{_REFERENCE}Tagged"},
-    }
+def _body(salt: dict[str, Any], properties: dict[str, Any], description: str) -> dict[str, Any]:
+    common = {"model": {"type": "string"}, "cache_salt": salt, FIELD: {"$ref": f"{_REFERENCE}Tagged"}}
     return {
         "type": "object",
         "properties": common | properties,
         "additionalProperties": True,
         "description": description + " Every other field is the upstream server's.",
     }
-
-
-def _tenant() -> dict[str, Any]:
-    schema = _components()["Tagged"]["properties"]["scope"]
-    return {name: schema[name] for name in ("anyOf", "default")}
 
 
 def _operation(name: str, body: str, error: str = "Error") -> dict[str, Any]:

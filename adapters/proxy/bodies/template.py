@@ -25,12 +25,12 @@ _NUMBER = re.compile(r"""\s*([0-9]{1,4})(?=\.?(?:\s|$)|[])}>,;:|"'])""")
 
 
 class TemplateError(RagorderError, ValueError):
-    """The template cannot recognise documents. The message says what to change."""
+    """The template cannot recognise documents: the message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentRun:
-    """Consecutive documents in a text. `pieces` alternate: head, document, gap, document, …, tail."""
+    """Consecutive documents in a text. `pieces` are head, document, gap, document, …, tail."""
 
     pieces: Sequence[str]
 
@@ -50,9 +50,6 @@ class DocumentRun:
     def tail(self) -> str:
         return self.pieces[-1]
 
-    def filled(self, documents: Sequence[str]) -> str:
-        return "".join(self.pieces_with(documents))
-
     def pieces_with(self, documents: Sequence[str]) -> list[str]:
         pieces = list(self.pieces)
         pieces[1::2] = documents
@@ -65,7 +62,7 @@ _Span = tuple[int, int]
 
 
 class DocumentParts(NamedTuple):
-    """A document's text around its id, or around its number, which may stand at several places."""
+    """A document's text around its id, or around its number, which may occur several times."""
 
     pieces: tuple[str, ...]
     id: str
@@ -87,19 +84,20 @@ class DocumentParts(NamedTuple):
 
 
 def are_places(ids: Sequence[str], first: int = 1) -> bool:
-    """Return whether ids number positions; numbers that several documents share do not."""
+    """Return whether ids number positions."""
     return all(id == str(place) for place, id in enumerate(ids, first))
 
 
 def numbered_by_place(documents: Sequence[DocumentParts], *, from_0: bool = False) -> list[DocumentParts] | None:
-    """Return the documents split at their numbers, or None if these do not number positions, from 1 (or 0)."""
+    """Return the documents split at their numbers, or None if these do not number positions from 1 (or 0)."""
     split = [each.at_number() for each in documents]
     ids = [each.id for each in split]
     return split if are_places(ids) or (from_0 and are_places(ids, 0)) else None
 
 
 class _Mark:
-    """Text around a document's own: `literals` with a field between each two, found by those around its numbers."""
+    """Text before or after a document's text: `literals` with a field between each two. Its key, by which it is found,
+    ends at the first field that is no number."""
 
     def __init__(self, literals: Sequence[str], fields: Sequence[str]) -> None:
         self.literals = list(literals)
@@ -116,14 +114,14 @@ class _Mark:
         return _Mark([*self.literals[:-1], seam, *other.literals[1:]], [*self.fields, *other.fields])
 
     def find(self, text: str, start: int, end: int) -> int:
-        """Return where the next key begins, or -1."""
+        """Return where the next key begins, or -1 as `str.find`."""
         at = text.find(self.literals[0], start, end)
         while at >= 0 and self._numbers and self.end_of_key(text, at, end) is None:
             at = text.find(self.literals[0], at + 1, end)
         return at
 
     def end_of_key(self, text: str, at: int, end: int) -> int | None:
-        """Return where the key ends whose first literal begins at `at`, or None if it is no key."""
+        """Return where the key at `at`, which begins with the first literal, ends, or None if it is no key."""
         at += len(self.literals[0])
         for _, literal in self._numbers:
             number = _DIGITS.match(text, at, end)
@@ -133,7 +131,7 @@ class _Mark:
         return at
 
     def read(self, text: str, at: int, end: int) -> tuple[int, list[_Span]] | None:
-        """Return where the mark at `at` ends and its numbers stand, or None if it is no mark."""
+        """Return the end of the mark at `at` and the spans of its numbers, or None if it is no mark."""
         if not text.startswith(self.literals[0], at, end):
             return None
         at += len(self.literals[0])
@@ -162,19 +160,19 @@ class _Mark:
 
 
 class DocumentTemplate:
-    r"""Form of documents in a message. `form` shows one document, such as `<document id="{id}">\n{text}\n</document>`;
-    a literal brace is written twice:
+    r"""Form of documents in a message. `form` shows one document, such as `<document id="{id}">\n{text}\n</document>`,
+    with literal braces written twice:
 
     - {text}, and optionally {id} and {title}
-    - {n}: the document's number in the list, from 0 or 1, which stays at its place; several times if it is repeated
+    - {n}, once or more: the document's number in the list, from 0 or 1, which stays at its place
     - {*}: anything within a line, also nothing, such as attributes
 
     Documents are recognised by the texts before and after them, which must alternate; white space and `BOUNDARY` may
-    separate documents. With `between` exactly this text separates them, and they need no text after them: the list
-    then begins after `head`, and ends before `tail` (or one of several); without a tail its last document stays where
-    it is. Head and tail must occur once. `{start}` and `{end}` are those of the message.
+    separate them. With `between`, exactly this text separates them, and none is needed after each: the list begins
+    after `head` and ends before `tail` (or one of several), which occur once; without a tail the last document stays at
+    its place. `{start}` and `{end}` are those of the message.
 
-    A form that shows two documents, with {text} twice, has head, `between` and tail itself. `name` is shown instead of
+    A form with {text} twice shows two documents, and so has head, `between` and tail itself. `name` is shown instead of
     the form. Raises TemplateError."""
 
     def __init__(
@@ -197,10 +195,10 @@ class DocumentTemplate:
         at = self._fields.index("text")
         self._literals = literals
         self._opening = _Mark(literals[: at + 1], self._fields[:at])
-        closing = _Mark(literals[at + 1 :], self._fields[at + 1 :])
+        self._after = _Mark(literals[at + 1 :], self._fields[at + 1 :])
         # A text may contain what is before an id or title that follows it.
-        self._is_late = bool({"id", "title"}.intersection(closing.fields))
-        self._closing = _Mark(closing.literals[-1:], []) if self._is_late else closing
+        self._is_late = bool({"id", "title"}.intersection(self._after.fields))
+        self._closing = _Mark(self._after.literals[-1:], []) if self._is_late else self._after
         self._separator = self._closing.followed_by(between or "", self._opening)
         self._head, self._between = head, between
         self._tails = [tail] if isinstance(tail, str) else list(tail)
@@ -212,15 +210,14 @@ class DocumentTemplate:
 
     @property
     def shows_number(self) -> bool:
-        """Return whether documents have numbers that stay at their places."""
+        """Whether documents have numbers that stay at their places."""
         return "n" in self._fields
 
     def reads(self, role: str) -> bool:
-        """Return whether documents are looked for in messages of this role."""
         return role != "assistant"
 
     def find(self, text: str) -> DocumentRun | None:
-        """Return the first of the longest runs of at least two documents, or None, in linear time."""
+        """Return the longest run (the first of several) of two or more documents, or None, in linear time."""
         longest: list[_Span] = []
         run: list[_Span] = []
         for start, end in self.spans(text):
@@ -239,7 +236,6 @@ class DocumentTemplate:
         return next(self.spans(text), None) is not None
 
     def is_one(self, text: str) -> bool:
-        """Return whether a text is one document, and white space."""
         spans = list(islice(self.spans(text), 2))
         return len(spans) == 1 and _is_blank(text, 0, spans[0][0]) and _is_blank(text, spans[0][1], len(text))
 
@@ -254,7 +250,7 @@ class DocumentTemplate:
             yield from self._separated(text, start, stop, self._between, ends=ends)
 
     def split(self, document: str) -> DocumentParts:
-        """Return a found document divided at its number or id; without one, or with two that differ, as a whole."""
+        """Return a document divided at its number or id, or whole without one, or if its numbers differ."""
         if self.shows_number:
             return self._at_numbers(document)
         if not self.shows_id:
@@ -285,7 +281,7 @@ class DocumentTemplate:
         literals = [*self._literals[1:-1], *([self._literals[-1]] if self._fields[-1] not in ("n", "text") else [])]
         if not all(literals):
             raise TemplateError("a template needs text between two fields, to mark where one ends")
-        samples = [self._opening.sample(n) + "1" + self._sample_after(n) for n in (1, 2, 3)]
+        samples = [self._opening.sample(n) + "1" + self._after.sample(n) for n in (1, 2, 3)]
         listed = (self._between or "").join(samples)
         for tail in self._tails or [""]:
             run = self.find(self._head.replace(START, "") + listed + tail.replace(END, ""))
@@ -308,12 +304,8 @@ class DocumentTemplate:
                 "documents separated by a line break need visible text before the first and after the last one"
             )
 
-    def _sample_after(self, number: int) -> str:
-        at = self._fields.index("text")
-        return _Mark(self._literals[at + 1 :], self._fields[at + 1 :]).sample(number)
-
     def _region(self, text: str) -> tuple[int, int, bool] | None:
-        """Return where the list of documents may begin and end, and whether its end is known; None if unclear."""
+        """Return where the list may begin and end, and whether its end is known; None if unclear."""
         start, stop, ends = 0, len(text), END in self._tails
         if self._head and self._head != START:
             start = text.find(self._head)
@@ -330,7 +322,6 @@ class DocumentTemplate:
         return start, stop, ends
 
     def _marked(self, text: str, start: int, stop: int) -> Iterator[_Span]:
-        """Yield documents between marks that alternate."""
         opening, closing = self._opening, self._closing
         opened_at, ended_at = opening.find(text, start, stop), -1
         while opened_at >= 0:
@@ -353,13 +344,13 @@ class DocumentTemplate:
 
     @staticmethod
     def _is_example(text: str, opened_at: int, doubled_at: int, ended_at: int) -> bool:
-        """Return whether an opening mark within a line is an example, because the next one begins a line."""
+        """Return whether an opening mark is an example: it is within a line, but the next one begins a line."""
         if ended_at >= 0 and _is_blank(text, ended_at, opened_at):
             return False
         return not _begins_line(text, opened_at) and _begins_line(text, doubled_at)
 
     def _separated(self, text: str, start: int, stop: int, between: str, *, ends: bool) -> Iterator[_Span]:
-        """Yield documents of a list; the last one only if the end of the list is known."""
+        """Yield the documents of a list, the last one only if the list's end is known."""
         opening, closing, separator = self._opening, self._closing, self._separator
         begun = start if self._head else opening.find(text, start, stop)
         first = None if begun < 0 else opening.read(text, begun, min(stop, begun + _LONGEST_MARK))
@@ -388,8 +379,8 @@ class DocumentTemplate:
         return closed is not None and closed[0] == stop
 
     def _ends_with(self, text: str, start: int, end: int) -> bool:
-        """Return whether a numbered list ends with a document: no marks follow it, or one document whose end is not
-        known and whose number is the next one. Else the last document may have marks in its text."""
+        """Return whether a numbered list ends with this document: no marks follow, or one document of unknown end with
+        the next number. Otherwise the last document's text may have marks."""
         if self._between is None:
             return all(mark.find(text, end, len(text)) < 0 for mark in (self._opening, self._closing))
         follows = end + len(self._between)
@@ -406,7 +397,7 @@ class DocumentTemplate:
         if opened is None or not self._is_late:
             return opened is not None
         start = opened[0]
-        for literal in self._literals[self._fields.index("text") + 1 : -1]:
+        for literal in self._after.literals[:-1]:
             start = text.find(literal, start, closed_at)
             if start < 0:
                 return False
@@ -449,7 +440,7 @@ def _is_blank(text: str, start: int, end: int) -> bool:
 
 
 def _first_two(text: str, mark: str, start: int) -> Iterator[int]:
-    """Yield the first two places of a mark, which may overlap; `END` is at the end."""
+    """Yield a mark's first two places, which may overlap; none for `END`."""
     if mark == END:
         return
     at = text.find(mark, start)
@@ -465,7 +456,7 @@ def _begins_line(text: str, at: int) -> bool:
 
 
 def _parse(form: str) -> tuple[list[str], list[str]]:
-    """Return the literals of a form, and the fields between them. Raises TemplateError."""
+    """Return a form's literals, and the fields between them. Raises TemplateError."""
     try:
         parts = list(Formatter().parse(form))
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec import Raw, Struct
@@ -20,7 +21,7 @@ from ragorder.tokens import PLACEHOLDER, split_text
 
 _REMEMBERED = 16384
 KEPT_BYTES = 1 << 26
-"""Most bytes of tokens that are kept with their numbers."""
+"""Most bytes of kept tokens."""
 _NULL = Raw(b"null")
 # First bytes of characters in UTF-8, by script, and how many tokens such a character has in usual vocabularies, more
 # than a Latin one: Cyrillic, Greek, Hebrew and Arabic; Indic scripts and Thai; Chinese, Japanese and Korean; emoji.
@@ -51,9 +52,9 @@ class _Shown(Struct):
 
 
 class TokenCounter:
-    """Token counter: exact with the served model's `tokenizer` (transformers), else estimated by script (four Latin
-    characters a token) unless the client gives a count. Thread-safe with fast tokenizers. Counts of 16,384 documents
-    are kept by digest (3 MB), per tenant, so that timing reveals nothing of other tenants."""
+    """Counts exactly with the served model's `tokenizer` (transformers), else as the client does, or by script (four
+    Latin characters a token). Thread-safe with fast tokenizers. Counts of 16,384 documents are kept by digest (3 MB),
+    for each tenant, so that timing reveals nothing of others."""
 
     def __init__(self, builder: PromptBuilder, tokenizer: Any = None) -> None:
         self.exact = tokenizer is not None
@@ -64,7 +65,6 @@ class TokenCounter:
         self._scales: deque[float] = deque(maxlen=_SAMPLES)
 
     def tagged(self, document: Document, salt: str | None, *, numbered: bool) -> int:
-        """Return the length of a tagged document, whose id is its place in the prompt if `numbered`."""
         if not self.exact:
             if document.tokens is not None:
                 return document.tokens
@@ -73,26 +73,20 @@ class TokenCounter:
         return self._once(salt, texts, lambda: self._builder.count_tokens(document))
 
     def run(self, documents: Sequence[str], gaps: Sequence[str], salt: str | None) -> Sequence[int | None]:
-        """Return the lengths of found documents, in their order; None: as long as a Latin text."""
-        return [self.found(text, salt) for text in documents]
-
-    def found(self, text: str, salt: str | None) -> int | None:
+        """Return the lengths of found documents; None: as long as a Latin text."""
         if not self.exact:
-            return None if text.isascii() else self._estimate(text)
-        return self._once(salt, ("found", text), lambda: self._encode(text))
-
-    def question(self, query: str) -> int:
-        return self._builder.suffix_tokens(query)
+            return [None if text.isascii() else self._estimate(text) for text in documents]
+        return [self._once(salt, ("found", text), partial(self._encode, text)) for text in documents]
 
     def text(self, text: str) -> int:
         return self._encode(text) if self.exact else self._estimate(text)
 
     def more(self, text: str) -> int:
-        """Return how many tokens a text is estimated to have more than a Latin one of its length."""
+        """Estimate how many tokens a text has more than a Latin one of its length."""
         return round(self._scale * _more_tokens(text))
 
     def learn(self, latin: int, more: int, prompt_tokens: int | None) -> None:
-        """Learn from a reported prompt of `latin` tokens at four characters a token, and `more` of other scripts."""
+        """Learn from a reported prompt, estimated at four characters a token (`latin`) and `more` for its scripts."""
         if self.exact or prompt_tokens is None or 2 * more <= latin:
             return
         self._scales.append(self._scale * (prompt_tokens - latin) / more)
@@ -105,12 +99,12 @@ class TokenCounter:
         return Estimate(estimate_tokens(text) + self.more(text))
 
     def suffix(self, suffix: PromptSuffix) -> int:
-        """Later messages are estimated: hits do not depend on them."""
+        """Later messages are estimated, because hits do not depend on them."""
         characters = sum(map(_characters, suffix.parts)) + sum(map(_characters, suffix.messages))
         return self.text(suffix.text) + -(-characters // 4)
 
     def prefix(self, body: Body, prefix: PromptPrefix, salt: str | None, opening: str) -> int:
-        """Return the length of the prompt before the documents, which begin with `opening`."""
+        """Return the length before the documents, which begin with `opening`."""
         if body.route == "completions":
             # A server adds the begin-of-sequence token before a plain prompt.
             special = len(self._tokenizer.encode("", verbose=False)) if self.exact else 0
@@ -124,7 +118,6 @@ class TokenCounter:
         return -(-characters // 4)
 
     def rendered(self, body: Body, prefix: PromptPrefix) -> str | None:
-        """Return the text that the chat template makes of a chat's prefix, or None if that is unknown."""
         # Tools and tool results of protocols other than chats have a form in the template that only the server knows.
         if not self.exact or prefix.parts or (body.route != "chat" and "tools" in body.fields):
             return None
@@ -159,18 +152,16 @@ class TokenCounter:
         return sum(map(len, self._ids(text)))
 
     def _ids(self, text: str) -> Iterator[list[int]]:
-        """Yield the tokens of each piece of a text."""
         for piece in split_text(text):
             yield self._tokenizer.encode(piece, add_special_tokens=False, verbose=False)
 
 
 def size_of(tokens: int) -> int:
-    """Return the bytes of tokens that are kept with their number."""
     return tokens.size if isinstance(tokens, KnownTokens) else 0
 
 
 def _read_calls(messages: Sequence[dict[str, Any]]) -> None:
-    """Change earlier turns to the form that templates get: arguments of calls as values, both names of reasoning."""
+    """Change earlier turns to what templates take: arguments of calls as values, both names of reasoning."""
     room = MAX_VALUES
     for message in messages:
         reasoning = message.get("reasoning") or message.get("reasoning_content")

@@ -1,4 +1,4 @@
-"""Documents of earlier turns: named instead of repeated, and sent in the same order."""
+"""Documents of earlier turns: named instead of repeated, their order kept."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _TURNS = ("function", "tool", "user")
 
 
 class RepeatedDocuments:
-    """Deduplication: a document of a user or tool message is named instead of sent if the last earlier document with
-    its id has the same text. The result depends on the messages alone, so an earlier turn is always sent alike.
+    """Deduplication: a document of a user or tool message is named by `reference`, which has {id}, if the last earlier
+    document with its id has the same text. This depends on the messages alone, so an earlier turn is always sent alike.
 
-    `reference` has {id} for the document's id. Raises TemplateError for a reference or template without {id}."""
+    Raises TemplateError for a reference or template without {id}."""
 
     def __init__(self, template: DocumentTemplate, reference: str = REFERENCE) -> None:
         if not template.shows_id:
@@ -38,7 +38,7 @@ class RepeatedDocuments:
         self._reference = reference
 
     def name(self, body: ChatBody) -> list[int] | None:
-        """Return the ranks of named documents in the last passage with documents, or None if nothing changed."""
+        """Return the ranks of those named in the last passage with documents, or None if none is named anywhere."""
         standing: dict[str, bytes] = {}
         changes: list[tuple[Passage, str]] = []
         ranks: list[int] = []
@@ -74,20 +74,19 @@ _ENTRY_BYTES = 200
 
 
 class SentTurns:
-    """Orders in which documents of messages were sent, which the client's history does not have: at most 16,384 in 8
-    MiB, by digests of scope and message. Thread-safe."""
+    """Orders in which messages' documents were sent, which a client's history does not show: at most 16,384 in 8 MiB,
+    by digests of scope and message. Thread-safe."""
 
     def __init__(self) -> None:
         self._orders: LRUCache[Sequence[int]] = LRUCache(_KEPT_TURNS, _MOST_BYTES)
 
     def remember(self, own: bytes, sent: bytes, permutation: Sequence[int]) -> None:
-        """Note that the message `own` was sent as `sent`, which a client may have in its history as well."""
+        """Note that the message `own` was sent as `sent`. A client may have either in its history."""
         self._put(own, permutation)
         if sent != own:
             self._put(sent, range(len(permutation)))
 
     def sent(self, own: bytes, count: int) -> Sequence[int] | None:
-        """Return the order in which the `count` documents of a message were sent, or None if it is unknown."""
         known = self._orders.get(own)
         return known if known is not None and len(known) == count else None
 
@@ -97,8 +96,7 @@ class SentTurns:
 
 
 class TurnKeys:
-    """Digests of a message with its documents in any order. Those of their texts are there already: `keys`; `around`
-    are the texts around them."""
+    """Digests of a message with its documents in any order, from their `keys` and the texts `around` them."""
 
     def __init__(self, scope: bytes, around: Sequence[str], keys: Sequence[str]) -> None:
         self._around = digest_of(scope, *around)
