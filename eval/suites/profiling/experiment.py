@@ -12,7 +12,7 @@ from ragorder.eval.report.canvas import Picture, draw, label_ends, style
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table, Tone
 from ragorder.eval.report.words import format_number
-from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.cells import SeedlessCell
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
@@ -21,7 +21,7 @@ from ragorder.trie.profile import PrefillProfile
 _Counts = Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, Field(strict=False)]
 
 
-class ProfileCell(SuiteCell):
+class ProfileCell(SeedlessCell):
     """Numbers of `cached` and `new` tokens (by default a series each), measured in `repeats` rounds; `block_size` of a
     server that does not publish it."""
 
@@ -29,10 +29,6 @@ class ProfileCell(SuiteCell):
     new: _Counts = None
     repeats: int = Field(5, ge=1)
     block_size: int | None = Field(None, ge=1)
-
-    @property
-    def varies_with_seed(self) -> bool:
-        return False
 
 
 class ProfileRecord(Record):
