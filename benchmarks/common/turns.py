@@ -39,7 +39,7 @@ class InTurns(Experiment):
 
 
 def median_ms(run: Any) -> float:
-    return median(run.rows["ms"])
+    return float(median(run.rows["ms"]))
 
 
 def ms_columns(each: str, decimals: int) -> list[Column]:

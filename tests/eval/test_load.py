@@ -22,7 +22,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.benched import runs_of
+from support.benched import result_of, run_bench, runs_of
 from support.commands import run_command
 from support.http_server import Handler, LocalServer
 from support.rings import grid
@@ -37,7 +37,6 @@ from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.engines.openai import OpenAIEngine, find_model
 from ragorder.eval.engines.prompts import NumberedPrompts
 from ragorder.eval.engines.sim import SimEngine
-from ragorder.eval.running.bench import run_bench
 from ragorder.eval.running.load import (
     Load,
     ServiceTimes,
@@ -47,7 +46,6 @@ from ragorder.eval.running.load import (
     serve_live_in_turn,
     serve_virtual,
 )
-from ragorder.eval.running.measures import RunResult
 from ragorder.eval.running.policies import make_policy
 from ragorder.eval.running.runner import Run
 from ragorder.eval.running.specs import Bench
@@ -310,9 +308,7 @@ def make_run(trace: Trace, engine: Any, policy: str = "prefix", **options: Any) 
     return Run(trace, policy, make_policy(policy, engine=engine, prompts=prompts), engine, prompts, **options)
 
 
-def drive(
-    load: Load, *, policy: str = "prefix", trace: Trace | None = None, **options: Any
-) -> tuple[RunResult, Counting]:
+def drive(load: Load, *, policy: str = "prefix", trace: Trace | None = None, **options: Any) -> tuple[Any, Counting]:
     """A run on the virtual clock, served to the end."""
     trace = trace or trace_of()
     engine = Counting(**({"capacity_tokens": 100_000} | options))
@@ -321,7 +317,7 @@ def drive(
     assert steps == len(trace.requests)
     assert not engine.open
     assert run.in_flight == run.remaining == 0
-    return run.result(), engine
+    return result_of(run), engine
 
 
 def every(seconds: float, requests: int = 200) -> list[Arrival]:
@@ -404,7 +400,7 @@ class TestOnTheVirtualClock:
         engine = SimEngine(in_flight=in_flight)
         run = make_run(trace_of(), engine, load={})
         interleave([serve_in_turn(run, engine, in_flight)])
-        result = run.result()
+        result = result_of(run)
         assert (run.in_flight, result.prediction_within_block) == (0, 1)
         assert result.tenths is not None
         assert result.tenths["in_flight"][1:] == [in_flight] * 9
@@ -532,7 +528,7 @@ class TestTenths:
                 workloads=("zipf10",), policies=("free",), arrivals=arrivals, concurrency=12, limit=150, seeds=(3,)
             )
             (result,) = run_bench(wanted)
-            found = asdict(result) | {"order_us": None}
+            found = vars(result)
             del found["tenths"]["rss_mb"]
             return found
 
@@ -642,7 +638,7 @@ class TestOnTheRealClock:
         steps: list[None] = []
         asyncio.run(serve_live(run, gate, Load(concurrency), lambda: steps.append(None)))
         assert gate.most == concurrency
-        assert len(steps) == len(gate.lengths) == run.result().requests == 40
+        assert len(steps) == len(gate.lengths) == result_of(run).requests == 40
         assert run.in_flight == run.remaining == 0
 
     @pytest.mark.parametrize("load", [Load(8), Load(arrivals=every(0.0, 40)), Load(3, every(0.0, 40))])
@@ -692,7 +688,7 @@ class TestOnTheRealClock:
         gate = Gate(failing=[0, 7, 8])
         run = live(gate)
         asyncio.run(serve_live(run, gate, Load(4)))
-        result = run.result()
+        result = result_of(run)
         assert (result.requests, result.failures) == (40, 3)
         assert result.ttft_ms is not None
         assert run.in_flight == 0
@@ -701,7 +697,7 @@ class TestOnTheRealClock:
         gate = Gate(failing=range(40))
         run = live(gate)
         asyncio.run(serve_live(run, gate, Load(4)))
-        result = run.result()
+        result = result_of(run)
         assert (result.failures, result.cached_tokens, result.ttft_ms) == (40, 0, None)
 
 

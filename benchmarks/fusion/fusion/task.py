@@ -19,32 +19,6 @@ from torch.nn.functional import embedding, linear, pad, rms_norm, silu
 
 from ragorder.benchmarks.fusion.fusion.cells import CORPUS_DOCUMENTS
 
-__all__ = [
-    "ALIASES",
-    "ALIAS_OF",
-    "ASK",
-    "BOS",
-    "DOC",
-    "EPSILON",
-    "NAMES",
-    "OPENING",
-    "THETA",
-    "VALUES",
-    "VOCABULARY",
-    "WORDS",
-    "ChainModel",
-    "Computed",
-    "Level",
-    "ReferenceKV",
-    "compute",
-    "compute_behind",
-    "compute_prompts",
-    "draw_corpora",
-    "previous",
-    "rotate",
-    "system_prompt",
-]
-
 BOS, DOC, END, ASK, ALIAS_OF = range(5)
 OPENING = (DOC, ASK, ALIAS_OF)
 VALUES = range(5, 37)
