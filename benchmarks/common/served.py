@@ -106,6 +106,11 @@ def late_s(run: Record) -> float:
     return seconds
 
 
+def cached_share(run: Record) -> float:
+    """Return the cached share of the prompt tokens."""
+    return float(sum(run.rows["cached_tokens"]) / max(1, sum(run.rows["prompt_tokens"])))
+
+
 def share(runs: Iterable[Record], part: str, whole: str) -> float | None:
     """Return the sum of a fact over that of another one, or None if that is zero or missing."""
     facts = [run.facts for run in runs]

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from ragorder.benchmarks.common.pictures import draw_lines
 from ragorder.benchmarks.common.vectors import build_index, clustered, embedded
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.declared import Column, TableForm, figure, tables_of
 from ragorder.eval.report.groups import RecordGroup, group_runs
+from ragorder.eval.report.lines import draw_lines
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Table
 from ragorder.eval.report.words import format_number

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from ragorder.benchmarks.common.pictures import draw_lines, draw_table
 from ragorder.benchmarks.fusion.fusion.cells import RATIOS
 from ragorder.benchmarks.fusion.fusion.experiment import ARMS, BASELINE, REUSE, FusionRecord, FusionTraining
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style, titled
 from ragorder.eval.report.groups import RecordGroup, group_runs
+from ragorder.eval.report.lines import draw_lines, draw_table
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import PairedDifference, StatisticsError, compare
 from ragorder.eval.report.tables import Entry, Table

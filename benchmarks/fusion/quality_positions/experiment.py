@@ -9,11 +9,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from ragorder.benchmarks.common.pictures import draw_table
 from ragorder.benchmarks.fusion.fusion.cells import CORPUS_DOCUMENTS, OfTrainedModels
 from ragorder.benchmarks.fusion.fusion.report import TOY
 from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.report.groups import RecordGroup, group_runs
+from ragorder.eval.report.lines import draw_table
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import PairedDifference, StatisticsError, compare, wilson
 from ragorder.eval.report.tables import Entry, Table

@@ -7,6 +7,7 @@ from typing import Any
 
 from ragorder.eval.report.canvas import LINE, Picture, draw, label_ends, style
 from ragorder.eval.report.tables import Table
+from ragorder.eval.report.words import policy_words
 
 # Looks of lines that are no policies.
 _LOOKS = ("earned", "greedy", "sorted", "prefix", "recency")
@@ -22,10 +23,12 @@ def draw_lines(
     caption: str = "",
     looks: Mapping[str, str] | None = None,
     words: Mapping[str, str] | None = None,
+    ticks: Sequence[str] | None = None,
     level: float | None = None,
     adjust: Callable[[Any], object] = lambda axes: None,
 ) -> Picture:
-    """Return a picture of the points of each line, with the `looks` of policies, and a thin line at a `level`."""
+    """Return a picture of the points of each line, and a thin line at a `level`. Lines have the `looks` of policies, by
+    default spare ones; {}: each that of its own name."""
     chosen = dict(zip(lines, _LOOKS, strict=False)) if looks is None else looks
 
     def paint(axes: Any) -> None:
@@ -35,16 +38,19 @@ def draw_lines(
         for name, points in lines.items():
             look = style(chosen.get(name, name))
             axes.plot(*zip(*points, strict=True), look.dashes, marker=look.marker, markersize=4, color=look.colour)
-            ends.append((*points[-1], (words or {}).get(name, name), look))
+            ends.append((*points[-1], (words or {}).get(name, policy_words(name)), look))
         axes.set_xlabel(x)
         axes.set_ylabel(y)
+        if ticks is not None:
+            axes.set_xticks(range(len(ticks)), ticks)
+            axes.grid(axis="x", visible=False)
         adjust(axes)
         label_ends(axes, ends)
 
     return draw(paint, title=title, alt=alt, caption=caption)
 
 
-def draw_table(table: Table, x: str, y: str, *, rows: Mapping[str, str], caption: str = "") -> Picture:
+def draw_table(table: Table, x: str, y: str, *, rows: Mapping[str, str]) -> Picture:
     """Return a picture of the numbers in these `rows` of a table along its columns, each with the look of a policy."""
     ticks = table.headings[table.labels :]
     lines: dict[str, list[tuple[float, float]]] = {}
@@ -55,8 +61,9 @@ def draw_table(table: Table, x: str, y: str, *, rows: Mapping[str, str], caption
             lines[name] = [(place, float(text.replace(",", ""))) for place, text in known]
             said.append(f"{name}: {', '.join(f'{ticks[place]} {text}' for place, text in known)}")
 
-    def adjust(axes: Any) -> None:
-        axes.set_xticks(range(len(ticks)), ticks, fontsize=8)
-        axes.set_ylim(bottom=0)
+    alt = "; ".join(said)
+    return draw_lines(table.title, lines, x, y, alt=alt, looks=rows, ticks=ticks, adjust=from_zero)
 
-    return draw_lines(table.title, lines, x, y, alt="; ".join(said), caption=caption, looks=rows, adjust=adjust)
+
+def from_zero(axes: Any) -> None:
+    axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
