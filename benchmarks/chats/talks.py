@@ -66,9 +66,3 @@ def conversations(count: int, turns: int, seed: int = 0) -> list[list[ChatTurn]]
 @cache
 def _corpus() -> Corpus:
     return load_pydocs(top_k=NEAREST)
-
-
-def whole_conversations(conversations: int, turns: int, limit: int | None) -> int:
-    """Return the turns of all whole conversations within the limit, those of one at least."""
-    asked = conversations * turns
-    return max(turns, min(asked, limit or asked) // turns * turns)
