@@ -14,9 +14,9 @@ TOPICS = 25
 NEAREST = 8
 """Documents of a topic."""
 _DOCUMENTS = 5
-# The ranks by which another wording may move a document.
+# The most ranks by which another wording of a question moves a document.
 _NOISE = 6.0
-# About as long as a docstring is, in characters.
+# In characters: a document is cut to about the length of a docstring.
 _LONGEST = 640
 
 
