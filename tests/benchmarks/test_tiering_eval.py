@@ -195,7 +195,7 @@ class TestOnRealServers:
         make_corpus(folder / "corpora" / "small")
         with ForkServer() as fork_server, pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                "ragorder.benchmarks.ragcache.tiering.measuring.VLLMServer",
+                "ragorder.benchmarks.ragcache.tiering.experiment.VLLMServer",
                 partial(VLLMServer, launch=fork_server.launch),
             )
             server = ["--engine", "openai", "--model", vllm_model, "--corpora", folder / "corpora"]
