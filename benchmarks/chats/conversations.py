@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 from pydantic import Field
 
 from ragorder.adapters.openai.tokenizer import load_tokenizer
-from ragorder.benchmarks.chats.servers import ChatServer, ChatServers
-from ragorder.benchmarks.chats.talks import TEMPLATE, ChatTurn, conversations, whole_conversations
-from ragorder.eval.data.machine import load_average
+from ragorder.benchmarks.chats.servers import Chats, ChatServer
+from ragorder.benchmarks.chats.talks import TEMPLATE, ChatTurn
 from ragorder.eval.report.declared import Column, Row, TableForm
 from ragorder.eval.report.metrics import CACHED
 from ragorder.eval.report.words import format_number
 from ragorder.eval.running.cells import SuiteCell, one_of
-from ragorder.eval.running.record import RunRecord
-from ragorder.eval.running.suite import Experiment, Job, Line, Suite
+from ragorder.eval.running.suite import Job, Line, Suite
 
 if TYPE_CHECKING:
     import httpx2
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 _SYSTEM = {"role": "system", "content": "Answer the question from the documents."}
 Message = dict[str, Any]
 _CHAT = "/v1/chat/completions"
-_LONGEST_PROMPT = 8192
 _PREDICTED = "x-ragorder-predicted-cached-tokens"
 Body = Callable[[Sequence[ChatTurn]], dict[str, Any]]
 
@@ -115,14 +112,13 @@ def _predicted(row: Row) -> str:
     return format_number(100 * np.nansum(predicted) / tokens.sum())
 
 
-class Conversations(Experiment):
+class Conversations(Chats):
     """Conversations in retrieval order or by the proxy, a row for each turn."""
 
     kind = "conversations"
-    base = RunRecord
     cell = ConversationCell
     policies: ClassVar[Any] = ("retrieval", "ragorder")
-    one_job = True
+    longest_prompt = 8192
     tables: ClassVar[Any] = [
         TableForm(
             "Predicted by the proxy",
@@ -139,38 +135,22 @@ class Conversations(Experiment):
         )
     ]
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._servers = ChatServers(self.options, _LONGEST_PROMPT)
-
     def obstacle(self, suite: Suite, cell: ConversationCell, policy: str) -> str | None:
-        if (obstacle := self._servers.obstacle) is not None:
-            return obstacle
         if cell.tokenizer and self.options.engine == "sim":
             return "the simulated server has no tokenizer: use --engine openai"
-        return None
-
-    def requests(self, suite: Suite, cell: ConversationCell) -> int:
-        return whole_conversations(cell.conversations, cell.turns, self.options.limit)
+        return super().obstacle(suite, cell, policy)
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         cell: ConversationCell = job.cell
         layout = LAYOUTS[cell.layout]
-        chats = conversations(job.requests // cell.turns, cell.turns, job.seed)
-        texts = [text for turns in chats for turn in turns for _, text in turn.documents]
-        server = self.kept(cell.blocks, lambda: self._servers.start(cell.blocks, texts, self.resources))
-        tokenizer = load_tokenizer(str(self._servers.model)) if cell.tokenizer else None
+        server, chats = self.begin(job)
+        tokenizer = load_tokenizer(str(self.model)) if cell.tokenizer else None
         for policy in job.policies:
             proxied = policy == "ragorder"
             body = layout.proxied if proxied else layout.retrieval
             proxy = make_proxy(server, tokenizer, **layout.options) if proxied else None
             rows = asyncio.run(send_conversations(server, chats, body, cell.max_tokens, proxy, advance))
-            yield {
-                "policy": policy,
-                "engine": self._servers.describe(server),
-                "load_average": load_average(),
-                "rows": rows,
-            }
+            yield self.line(policy, server, rows)
 
 
 async def send_conversations(

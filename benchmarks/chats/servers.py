@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 from zlib import crc32
 
+from ragorder.benchmarks.chats.talks import ChatTurn, conversations
+from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.engines.sim import SimEngine
+from ragorder.eval.running.record import RunRecord
+from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 from ragorder.kernels.random_model import make_model
-
-if TYPE_CHECKING:
-    from ragorder.eval.running.options import Options
 
 _CHARACTERS = 3.75
 
@@ -73,39 +73,48 @@ def simulated_tokens(text: str) -> list[int]:
 ChatServer = VLLMServer | SimulatedServer
 
 
-class ChatServers:
-    """Servers for prompts of up to `longest_prompt` tokens; `model` is the folder of the one that vLLM serves."""
+class Chats(Experiment):
+    """Conversations sent to a server; `model` is the folder of the one that vLLM serves."""
 
-    def __init__(self, options: Options, longest_prompt: int) -> None:
-        self._options = options
-        self._longest_prompt = longest_prompt
-        self.model: Path | None = None
+    base = RunRecord
+    one_job = True
+    longest_prompt: ClassVar[int]
+    """In tokens."""
+    model: Path | None = None
 
-    @property
-    def obstacle(self) -> str | None:
-        if self._options.engine not in ("sim", "openai") or self._options.base_url is not None:
+    def obstacle(self, suite: Suite, cell: Any, policy: str) -> str | None:
+        if self.options.engine not in ("sim", "openai") or self.options.base_url is not None:
             return "a server is simulated or started: use --engine sim, or openai without --base-url"
         return None
 
-    def start(self, blocks: int, texts: Iterable[str], resources: ExitStack) -> ChatServer:
-        """A server with a cache of `blocks`. The tokenizer of a model of random weights is made from `texts`."""
-        if self._options.engine == "sim":
-            return SimulatedServer(blocks)
-        if self._options.model is None:
-            folder = Path(resources.enter_context(TemporaryDirectory()))
-            shape = {"layers": 2, "hidden_size": 256, "vocab_size": 4096}
-            self.model = make_model(
-                folder / "model", texts=list(texts), max_position_embeddings=self._longest_prompt, **shape
-            )
-        else:
-            self.model = self._options.model
-        return resources.enter_context(VLLMServer(self.model, blocks=blocks, max_model_len=self._longest_prompt))
+    def requests(self, suite: Suite, cell: Any) -> int:
+        """The turns of all whole conversations within the limit, those of one at least."""
+        asked = cell.conversations * cell.turns
+        return int(max(cell.turns, min(asked, self.options.limit or asked) // cell.turns * cell.turns))
 
-    def describe(self, server: ChatServer) -> dict[str, Any]:
-        """What the record of a run says of its engine."""
-        return {
-            "name": self._options.engine,
-            "model": None if self.model is None else str(self._options.model or "random weights"),
+    def begin(self, job: Job, *texts: str) -> tuple[ChatServer, list[list[ChatTurn]]]:
+        """Return a server with a cache of the cell's blocks, and the conversations. The tokenizer of a model of random
+        weights is made from these texts and the documents'."""
+        chats = conversations(job.requests // job.cell.turns, job.cell.turns, job.seed)
+        shown = [*texts, *(text for turns in chats for turn in turns for _, text in turn.documents)]
+        return self.kept(job.cell.blocks, lambda: self._start(job.cell.blocks, shown)), chats
+
+    def line(self, policy: str, server: ChatServer, rows: Mapping[str, Any]) -> Line:
+        engine = {
+            "name": self.options.engine,
+            "model": None if self.model is None else str(self.options.model or "random weights"),
             "block_size": server.block_size,
             "capacity_tokens": server.capacity_tokens,
         }
+        return {"policy": policy, "engine": engine, "load_average": load_average(), "rows": rows}
+
+    def _start(self, blocks: int, texts: list[str]) -> ChatServer:
+        if self.options.engine == "sim":
+            return SimulatedServer(blocks)
+        self.model = self.options.model
+        if self.model is None:
+            folder = Path(self.resources.enter_context(TemporaryDirectory()))
+            shape = {"layers": 2, "hidden_size": 256, "vocab_size": 4096}
+            self.model = make_model(folder / "model", texts=texts, max_position_embeddings=self.longest_prompt, **shape)
+        server = VLLMServer(self.model, blocks=blocks, max_model_len=self.longest_prompt)
+        return self.resources.enter_context(server)

@@ -14,9 +14,9 @@ TOPICS = 25
 NEAREST = 8
 """Documents of a topic."""
 _DOCUMENTS = 5
-# The ranks by which another wording may move a document.
+# The most ranks by which another wording of a question moves a document.
 _NOISE = 6.0
-# About as long as a docstring is, in characters.
+# In characters: a document is cut to about the length of a docstring.
 _LONGEST = 640
 
 
@@ -66,9 +66,3 @@ def conversations(count: int, turns: int, seed: int = 0) -> list[list[ChatTurn]]
 @cache
 def _corpus() -> Corpus:
     return load_pydocs(top_k=NEAREST)
-
-
-def whole_conversations(conversations: int, turns: int, limit: int | None) -> int:
-    """Return the turns of all whole conversations within the limit, those of one at least."""
-    asked = conversations * turns
-    return max(turns, min(asked, limit or asked) // turns * turns)

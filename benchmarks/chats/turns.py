@@ -11,23 +11,21 @@ from pydantic import Field
 
 from ragorder import Document, Orderer, PromptBuilder, Turn
 from ragorder.adapters.openai.tokenizer import load_tokenizer
-from ragorder.benchmarks.chats.servers import ChatServer, ChatServers
-from ragorder.benchmarks.chats.talks import TEMPLATE, ChatTurn, conversations, whole_conversations
-from ragorder.eval.data.machine import load_average
+from ragorder.benchmarks.chats.servers import Chats, ChatServer
+from ragorder.benchmarks.chats.talks import TEMPLATE, ChatTurn
 from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import format_number
 from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.reading import Results
-from ragorder.eval.running.record import Record, RunRecord
-from ragorder.eval.running.suite import Experiment, Job, Line, Suite
+from ragorder.eval.running.record import Record
+from ragorder.eval.running.suite import Job, Line, Suite
 
 _COLUMNS = ("turn", "prompt_tokens", "cached_tokens", "predicted_tokens", "repeated", "rebased")
 SYSTEM = "Answer the question from the documents."
 Message = dict[str, Any]
 Rows = dict[str, list[int | None]]
-_LONGEST_PROMPT = 16_384
 _NOTE = "Cached share of the prompt tokens (tokens computed for a turn), in the order of a conversation's turns."
 _PREDICTED = "Turns whose cached tokens were predicted to within a block of those that the server reported."
 
@@ -198,41 +196,23 @@ class TurnCell(SuiteCell):
     max_tokens: int = Field(24, ge=1)
 
 
-class Turns(Experiment):
+class Turns(Chats):
     """Conversations under one policy, a row for each turn: `turn` counts from 0, `repeated` are documents named."""
 
     kind = "turns"
-    base = RunRecord
     cell = TurnCell
     policies: ClassVar[Any] = tuple(CHATS)
-    one_job = True
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._servers = ChatServers(self.options, _LONGEST_PROMPT)
-
-    def obstacle(self, suite: Suite, cell: TurnCell, policy: str) -> str | None:
-        return self._servers.obstacle
-
-    def requests(self, suite: Suite, cell: TurnCell) -> int:
-        return whole_conversations(cell.conversations, cell.turns, self.options.limit)
+    longest_prompt = 16_384
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         cell: TurnCell = job.cell
-        chats = conversations(job.requests // cell.turns, cell.turns, job.seed)
-        texts = [text for turns in chats for turn in turns for _, text in turn.documents]
-        server = self.kept(cell.blocks, lambda: self._servers.start(cell.blocks, [SYSTEM, *texts], self.resources))
-        tokenizer = load_tokenizer(str(self._servers.model)) if self._servers.model is not None else None
+        server, chats = self.begin(job, SYSTEM)
+        tokenizer = load_tokenizer(str(self.model)) if self.model is not None else None
         for policy in job.policies:
             rows = asyncio.run(
                 send_turns(server, chats, CHATS[policy], tokenizer, cell.max_tokens, cell.concurrency, advance)
             )
-            yield {
-                "policy": policy,
-                "engine": self._servers.describe(server),
-                "load_average": load_average(),
-                "rows": rows,
-            }
+            yield self.line(policy, server, rows)
 
 
 def make_part(suite: Suite, results: Results) -> Part:

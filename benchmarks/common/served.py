@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal, Self
 
 from ragorder.eval.report.declared import Column, Row
 from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.metrics import Metric
+from ragorder.eval.report.statistics import PairedDifference, Statistic, compare
 from ragorder.eval.report.tables import Entry
 from ragorder.eval.report.words import THIN, format_number
 from ragorder.eval.running.reading import Results
@@ -47,6 +50,52 @@ def faster_entry(group: RecordGroup[Any], policy: str, baseline: str, *, interva
     return Entry(shown, note=note, verdict=compared.verdict if compared.known else "")
 
 
+@dataclass(frozen=True, slots=True)
+class Speedup:
+    """How many times shorter a time is, with its 95 % interval (0 to inf: too few requests), held against the `least`
+    that is required (None: nothing is)."""
+
+    found: PairedDifference
+    least: float | None
+
+    @classmethod
+    def of(cls, baseline: Sequence[Any], ours: Sequence[Any], least: float | None, statistic: Statistic) -> Self:
+        """Raises as `compare`."""
+        return cls(compare(baseline, ours, statistic=statistic, relative=True, better="lower"), least)
+
+    @property
+    def ratio(self) -> float:
+        return _shorter(self.found.difference)
+
+    @property
+    def low(self) -> float:
+        return _shorter(self.found.high)
+
+    @property
+    def high(self) -> float:
+        return _shorter(self.found.low)
+
+    @property
+    def by_seed(self) -> tuple[float, ...]:
+        return tuple(map(_shorter, self.found.by_seed))
+
+    @property
+    def met(self) -> Literal["met", "not met", "not decided", ""]:
+        if self.least is None:
+            return ""
+        if self.ratio < self.least:
+            return "not met"
+        return "met" if self.found.known and self.low >= self.least else "not decided"
+
+    @property
+    def interval(self) -> str:
+        return f"[{format_number(self.low, 2)}, {format_number(self.high, 2)}]"
+
+
+def _shorter(difference: float) -> float:
+    return inf if difference <= -1 else 1 / (1 + difference)
+
+
 def mean_s(run: Record) -> float:
     return fmean(run.rows["latency_s"])
 
@@ -55,6 +104,11 @@ def late_s(run: Record) -> float:
     """Return the 99th percentile of the latencies."""
     seconds: float = sorted(run.rows["latency_s"])[round(0.99 * (len(run.rows["latency_s"]) - 1))]
     return seconds
+
+
+def cached_share(run: Record) -> float:
+    """Return the cached share of the prompt tokens."""
+    return float(sum(run.rows["cached_tokens"]) / max(1, sum(run.rows["prompt_tokens"])))
 
 
 def share(runs: Iterable[Record], part: str, whole: str) -> float | None:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from ragorder import Document, Orderer, Ordering
+from ragorder.benchmarks.common.served import cached_share
 from ragorder.eval.data.trace import Trace, TraceRequest, trace_of_corpus, trace_of_workload
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.prompts import NumberedPrompts
@@ -265,11 +266,6 @@ ROUTERS: Mapping[str, Callable[[ReplicasCell, int], Router]] = {
 }
 
 
-def cached(run: Record) -> float:
-    """The share of the prompt tokens."""
-    return float(sum(run.rows["cached_tokens"]) / max(1, sum(run.rows["prompt_tokens"])))
-
-
 def load(run: Record) -> float:
     """The most tokens computed by a replica that was always there, over their mean."""
     columns = (run.rows[name] for name in ("prompt_tokens", "cached_tokens", "always"))
@@ -301,8 +297,8 @@ def _changed(block: Block) -> bool:
 def _columns(block: Block) -> list[Column]:
     columns = [
         policy_column(),
-        figure("cached, %", cached, scale=100, spread=True),
-        ratio("of best, %", cached, "best", 1, scale=100, tone=lambda row, share: _goal(row, share >= _ENOUGH)),
+        figure("cached, %", cached_share, scale=100, spread=True),
+        ratio("of best, %", cached_share, "best", 1, scale=100, tone=lambda row, share: _goal(row, share >= _ENOUGH)),
         Column("largest / mean work", _load),
         figure("most in flight / mean", "in_flight", 2),
         figure("exact, %", "exact", scale=100),

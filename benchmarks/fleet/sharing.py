@@ -6,11 +6,12 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from ragorder import Document, Ordering
+from ragorder.benchmarks.common.served import cached_share
 from ragorder.benchmarks.fleet.replicas import BLOCK_SIZE, KEPT_TOKENS, make_engine, make_orderer
 from ragorder.eval.data.trace import TraceRequest, trace_of_workload
 from ragorder.eval.data.workloads import make_workload
@@ -38,11 +39,6 @@ class SharingCell(SuiteCell):
     late: int = Field(0, ge=0)
 
 
-def cached(run: Record) -> float:
-    """The share of the prompt tokens."""
-    return float(sum(run.rows["cached_tokens"]) / max(1, sum(run.rows["prompt_tokens"])))
-
-
 def _exact(run: Record) -> float:
     """The share of the predictions that are right to the block."""
     pairs = list(zip(run.rows["cached_tokens"], run.rows["predicted_tokens"], strict=True))
@@ -57,7 +53,7 @@ def _late(row: Row) -> str:
 
 
 def _of_one_process(row: Row) -> float | None:
-    one = [cached(run) for group in row.block.groups if group.cell["processes"] == 1 for run in group.runs(_OWN)]
+    one = [cached_share(run) for group in row.block.groups if group.cell["processes"] == 1 for run in group.runs(_OWN)]
     return fmean(one) if one else None
 
 
@@ -82,8 +78,8 @@ class Sharing(Experiment):
                 Column("processes", lambda row: str(row.cell.processes)),
                 policy_column("orders"),
                 Column("known to the others", _late),
-                figure("cached, %", cached, scale=100, spread=True),
-                ratio("of one process, %", cached, _of_one_process, 1, scale=100, tone=_reached),
+                figure("cached, %", cached_share, scale=100, spread=True),
+                ratio("of one process, %", cached_share, _of_one_process, 1, scale=100, tone=_reached),
                 figure("exact, %", _exact, scale=100),
             ],
             note="Mean of {seeds} seeds (in brackets their range).",
@@ -110,21 +106,6 @@ class Sharing(Experiment):
             }
 
 
-class _Entry(NamedTuple):
-    """An order, and the place in the trace at which the other processes get it."""
-
-    due: int
-    process: int
-    request: TraceRequest
-    permutation: Sequence[int]
-
-
-class _Running(NamedTuple):
-    ordering: Ordering[Document]
-    handle: int
-    done: EngineCompletion
-
-
 def serve(
     requests: Sequence[TraceRequest],
     cell: SharingCell,
@@ -138,25 +119,26 @@ def serve(
     prompts, rng = NumberedPrompts(), random.Random(seed)
     engine = make_engine(cell.capacity_tokens)
     orderers = [make_orderer(cell.capacity_tokens, prompts) for _ in range(cell.processes)]
-    log: deque[_Entry] = deque()
-    running: deque[_Running] = deque()
+    # Orders, by the place in the trace at which the other processes get them.
+    log: deque[tuple[int, int, TraceRequest, Sequence[int]]] = deque()
+    running: deque[tuple[Ordering[Document], int, EngineCompletion]] = deque()
     rows: dict[str, list[int]] = {"prompt_tokens": [], "cached_tokens": [], "predicted_tokens": []}
     for place, request in enumerate(requests):
-        while log and log[0].due <= place:
-            entry = log.popleft()
+        while log and log[0][0] <= place:
+            _, origin, ordered, permutation = log.popleft()
             for process, orderer in enumerate(orderers):
-                if process != entry.process:
-                    orderer.record(entry.request.documents, permutation=entry.permutation)
+                if process != origin:
+                    orderer.record(ordered.documents, permutation=permutation)
         process = rng.randrange(cell.processes)
         ordering = orderers[process].order(request.documents)
         if shared:
-            log.append(_Entry(place + 1 + cell.late, process, request, ordering.permutation))
+            log.append((place + 1 + cell.late, process, request, ordering.permutation))
         done, handle = engine.admit(prompts.token_ids(place, request, ordering.documents), KEPT_TOKENS)
-        running.append(_Running(ordering, handle, done))
+        running.append((ordering, handle, done))
         if len(running) > cell.in_flight:
-            first = running.popleft()
-            engine.finish(first.handle)
-            first.ordering.confirm(first.done.cached_tokens, first.done.prompt_tokens + KEPT_TOKENS + 1)
+            first, handle, served = running.popleft()
+            engine.finish(handle)
+            first.confirm(served.cached_tokens, served.prompt_tokens + KEPT_TOKENS + 1)
         if place >= warmup:
             rows["prompt_tokens"].append(done.prompt_tokens)
             rows["cached_tokens"].append(done.cached_tokens)

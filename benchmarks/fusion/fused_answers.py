@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -31,6 +30,7 @@ from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 from ragorder.eval.suites.quality.compare import bootstrap_difference, mcnemar_exact
 from ragorder.eval.suites.quality.metrics import SCORERS, extract_answer
+from ragorder.eval.suites.quality.orders import documents_alone, marked
 from ragorder.kernels.fusion.selection import Fusion
 from ragorder.kernels.preprocessing.neighbours import GivenNeighbours
 from ragorder.prompt import PromptBuilder
@@ -292,12 +292,7 @@ class Asking:
 
 def _compute_alone(engine: TorchEngine, prompt: PromptIds, documents: int) -> None:
     """The first documents of a prompt, each after the system prompt alone."""
-    system, *ends = prompt.document_ends
-    last = prompt[ends[-1] :]
-    alone = [
-        PromptIds([*prompt[:system], *prompt[begin:end], *last], [system, system + end - begin])
-        for begin, end in pairwise(prompt.document_ends[: documents + 1])
-    ]
+    alone = documents_alone(prompt)[:documents]
     _generate(engine, [_request(engine, each, "exact", output_tokens=1) for each in alone])
 
 
@@ -323,9 +318,7 @@ def _serve(
 def _request(
     engine: TorchEngine, prompt: PromptIds, fusion: Fusion | Literal["exact"], output_tokens: int | None = None
 ) -> Request:
-    system, *ends = prompt.document_ends
-    request = engine.request(prompt, output_tokens)
-    return replace(request, document_ends=ends, prefix_tokens=system, fusion=fusion, keep_logits=True)
+    return replace(marked(engine.request(prompt, output_tokens)), fusion=fusion, keep_logits=True)
 
 
 def _generate(engine: TorchEngine, requests: Sequence[Request]) -> list[Completion]:

@@ -24,7 +24,7 @@ from ragorder.trie.profile import LINEAR
 ORDERS = ("prefix cache", "prefix cache, ordered", "retrieval", "ordered", "invested")
 """A prefix cache alone, as ranked and ordered; fused as ranked (FusionRAG); ordered by ragorder; ordered, and copies
 computed exactly where later requests pay for it."""
-Place = Callable[[tuple[int, ...]], tuple[list[int], int, Callable[[int], None]]]
+Place = Callable[[Sequence[int]], tuple[list[int], int, Callable[[int], None]]]
 Path = tuple[int, ...]
 """A document after others."""
 _HISTORY_NODES = 65_536
@@ -146,20 +146,22 @@ def measure(
 def _placing(stream: DocumentStream, cell: FusedOrdersCell, policy: str) -> Place:
     if policy in ("retrieval", "prefix cache"):
         return lambda request: (list(request), 0, lambda _: None)
-    orderer = Orderer(
-        key=lambda document: document,
-        tokens=stream.tokens.__getitem__,
+    return placing(
+        stream.tokens.__getitem__,
         capacity_tokens=cell.device_tokens,
-        block_size=1,
         suffix_tokens=QUESTION_TOKENS,
         reuse="exact" if policy == "prefix cache, ordered" else "fused",
         recompute=cell.recompute,
         copies=cell.copies,
         invest=policy == "invested",
-        strict=True,
     )
 
-    def place(request: tuple[int, ...]) -> tuple[list[int], int, Callable[[int], None]]:
+
+def placing(tokens: Callable[[int], int], **options: Any) -> Place:
+    """Return what orders numbered documents: their order, how many are exact, and what confirms cached tokens."""
+    orderer = Orderer(key=lambda document: document, tokens=tokens, block_size=1, strict=True, **options)
+
+    def place(request: Sequence[int]) -> tuple[list[int], int, Callable[[int], None]]:
         ordering = orderer.order(request)
         return list(ordering.documents), ordering.exact_documents, ordering.confirm
 
@@ -192,14 +194,13 @@ class SimulatedFusion:
         recompute: float,
         copied: bool,
         fuses: bool = True,
-        policy: str = "pgdsf",
     ) -> None:
         self._tokens = tokens
         self._room = device_tokens
         self._recompute = recompute
         self._copied = copied
         self._fuses = fuses
-        self._tier = Tier(make_policy(policy), History(_HISTORY_NODES))
+        self._tier = Tier(make_policy("pgdsf"), History(_HISTORY_NODES))
         # The paths that end with a document, oldest first.
         self._ending: dict[int, dict[Path, None]] = {}
 

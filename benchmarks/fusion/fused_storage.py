@@ -9,13 +9,12 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from ragorder.benchmarks.fusion.fused_orders import SimulatedFusion, room_column
+from ragorder.benchmarks.fusion.fused_orders import Place, SimulatedFusion, placing, room_column
 from ragorder.eval.report.declared import Block, Column, Row, TableForm, figure, policy_column
 from ragorder.eval.report.words import format_number
 from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line
-from ragorder.orderer import Orderer
 
 POLICIES = ("prefix cache", "alternative path", "alternative path, ordered")
 """KV found as a prefix; also elsewhere (FusionRAG 4.1); the same, with documents ordered by ragorder."""
@@ -123,14 +122,17 @@ def measure(
     tokens = [cell.document_tokens] * (1 + max(cell.known, *map(max, drawn)))
     fuses = policy != "prefix cache"
     engine = SimulatedFusion(tokens, cell.device_tokens, recompute=0.0, copied=False, fuses=fuses)
-    place = _ordered(cell) if policy.endswith("ordered") else lambda documents: (documents, lambda _: None)
+    place: Place = lambda documents: (list(documents), 0, lambda _: None)  # noqa: E731
+    if policy.endswith("ordered"):
+        options: dict[str, Any] = {"capacity_tokens": cell.device_tokens, "suffix_tokens": 0, "reuse": "fused"}
+        place = placing(lambda _: cell.document_tokens, **options)
     for document in range(cell.known):
-        own, confirm = place([document])
+        own, _, confirm = place([document])
         confirm(engine.serve(own, 0, 0).exact)
     computed_before = set(range(cell.known))
     rows: dict[str, list[float]] = {name: [] for name in FusedStorage.columns}
     for documents in drawn:
-        own, confirm = place(documents)
+        own, _, confirm = place(documents)
         found = engine.serve(own, 0, 0)
         confirm(found.exact)
         computed = round(found.computed / cell.document_tokens)
@@ -141,21 +143,3 @@ def measure(
             rows[name].append(count)
         advance()
     return rows
-
-
-def _ordered(cell: StorageCell) -> Callable[[list[int]], tuple[list[int], Callable[[int], None]]]:
-    orderer = Orderer(
-        key=lambda document: document,
-        tokens=lambda _: cell.document_tokens,
-        capacity_tokens=cell.device_tokens,
-        block_size=1,
-        suffix_tokens=0,
-        reuse="fused",
-        strict=True,
-    )
-
-    def place(documents: list[int]) -> tuple[list[int], Callable[[int], None]]:
-        ordering = orderer.order(documents)
-        return list(ordering.documents), ordering.confirm
-
-    return place

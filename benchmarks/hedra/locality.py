@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from ragorder.benchmarks.common.vectors import build_index, embedded
-from ragorder.eval.report.canvas import Picture, draw, style
 from ragorder.eval.report.declared import Block, Column, TableForm, figure, policy_column
-from ragorder.eval.report.groups import RecordGroup
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Table
 from ragorder.eval.report.words import format_number
-from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.cells import SeedlessCell
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
@@ -42,7 +40,7 @@ _SCANNED = (0.05, 0.125, 0.25, 0.5)
 _ORDERS = {"nearest": "nearest first", "history": "by the first search"}
 
 
-class LocalityCell(SuiteCell):
+class LocalityCell(SeedlessCell):
     """Two searches for each question: alone, and with the first `generated` share of its first document."""
 
     corpus: str = "pydocs"
@@ -50,10 +48,6 @@ class LocalityCell(SuiteCell):
     nprobe: float = Field(0.5, gt=0, le=1)
     generated: float = Field(0.5, gt=0, le=1)
     top_k: int = Field(2, ge=1, le=20)
-
-    @property
-    def varies_with_seed(self) -> bool:
-        return False
 
 
 class Locality(Experiment):
@@ -277,10 +271,7 @@ _ENDS = TableForm(
 
 def make_part(suite: Suite, results: Results) -> Part:
     blocks = list(_FINAL.blocks(Locality, suite, results))
-    return Part(
-        [table for block in blocks for table in (_FINAL.table(block), _ENDS.table(block), *_facts(block))],
-        pictures=lambda: [_picture(group) for block in blocks for group in block.groups],
-    )
+    return Part([table for block in blocks for table in (_FINAL.table(block), _ENDS.table(block), *_facts(block))])
 
 
 def _facts(block: Block) -> Iterable[Table]:
@@ -300,32 +291,3 @@ def _facts(block: Block) -> Iterable[Table]:
     for share, work in facts["skew"].items():
         table.add(f"{_percent(float(share))} %", _percent(work))
     yield table
-
-
-def _picture(group: RecordGroup[Record]) -> Picture:
-    """The curve of early ends: each point a patience."""
-    lines = group.runs()
-    points = {
-        line.policy: [(100 * saved, 100 * recall) for saved, recall in line.facts["patience"].values()]
-        for line in lines
-    }
-
-    def paint(axes: Any) -> None:
-        for policy, found in points.items():
-            looks = style("earned" if policy == "history" else "retrieval")
-            axes.plot(
-                *zip(*found, strict=True), looks.dashes, marker=looks.marker, color=looks.colour, label=_ORDERS[policy]
-            )
-        for patience, (saved, recall) in zip(lines[-1].facts["patience"], points[lines[-1].policy], strict=True):
-            axes.annotate(patience, (saved, recall), (0, 6), textcoords="offset points", ha="center", fontsize=8)
-        axes.set_xlabel("clusters not scanned, %")
-        axes.set_ylabel("results found, %")
-        axes.legend(fontsize=8, frameon=False, loc="lower left")
-
-    alt = "; ".join(
-        f"{_ORDERS[policy]}: "
-        + ", ".join(f"{format_number(recall)} % at {format_number(saved)} %" for saved, recall in found)
-        for policy, found in points.items()
-    )
-    corpus = LocalityCell.read(group.cell, "locality").corpus
-    return draw(paint, title="What an early end costs", alt=alt, caption=f"{corpus}; at each point its patience.")

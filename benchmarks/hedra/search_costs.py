@@ -18,7 +18,7 @@ from ragorder.eval.report.groups import group_runs
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Table
 from ragorder.eval.report.words import format_number
-from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.cells import SeedlessCell
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
@@ -42,7 +42,7 @@ _REPEATS = 5
 _SMALLEST_STEP = 64
 
 
-class CostsCell(SuiteCell):
+class CostsCell(SeedlessCell):
     """`calls` that scan clusters of an index of random vectors, and `steps` of a model of one `shape`."""
 
     vectors: int = Field(100_000, ge=1000)
@@ -50,10 +50,6 @@ class CostsCell(SuiteCell):
     calls: int = Field(1000, ge=16)
     shape: Literal["tiny", "small"] = "small"
     steps: int = Field(10, ge=1)
-
-    @property
-    def varies_with_seed(self) -> bool:
-        return False
 
 
 class SearchCosts(Experiment):

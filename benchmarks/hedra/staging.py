@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from ragorder.benchmarks.common.pictures import draw_lines
 from ragorder.benchmarks.common.vectors import build_index, clustered, embedded
 from ragorder.eval.data.machine import load_average
-from ragorder.eval.report.canvas import Picture, draw, style
+from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.declared import Column, TableForm, figure, tables_of
 from ragorder.eval.report.groups import RecordGroup, group_runs
+from ragorder.eval.report.lines import draw_lines
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Table
 from ragorder.eval.report.words import format_number
-from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.cells import SeedlessCell
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
@@ -37,7 +37,7 @@ _DEPTHS = (1, 2, 5)
 _TOP_K = 5
 
 
-class StagingCell(SuiteCell):
+class StagingCell(SeedlessCell):
     """Random vectors, or embeddings of a `corpus` and its questions, the first `queries` of them timed."""
 
     vectors: int = Field(40_000, ge=100)
@@ -45,10 +45,6 @@ class StagingCell(SuiteCell):
     queries: int = Field(200, ge=1)
     stages: int = Field(4, ge=1)
     corpus: str | None = None
-
-    @property
-    def varies_with_seed(self) -> bool:
-        return False
 
     @property
     def words(self) -> str:
@@ -193,7 +189,7 @@ def make_part(suite: Suite, results: Results) -> Part:
     groups = group_runs(results.of(Staging.record, suite.name))
     final = [group for group in groups if "final" in group.runs()[0].facts]
     tables = [*tables_of(Staging, suite, results), *map(_convergence, final)]
-    return Part(tables, pictures=lambda: [*map(_overhead_picture, groups), *map(_convergence_picture, final)])
+    return Part(tables, pictures=lambda: [*map(_convergence_picture, final)])
 
 
 def _words(group: _Group) -> str:
@@ -210,26 +206,6 @@ def _convergence(group: _Group) -> Table:
         table.add(line.facts["search"], *(" ".join(format_number(100 * share) for share in each) for each in shares))
     table.note = "% of questions, after each stage in turn."
     return table
-
-
-def _overhead_picture(group: _Group) -> Picture:
-    lines = group.runs()
-
-    def paint(axes: Any) -> None:
-        places = range(len(lines))[::-1]
-        plain = list(map(plain_ms, lines))
-        axes.barh(places, plain, color=style("retrieval").colour, label="the search")
-        added = [max(0.0, added_ms(line)) for line in lines]
-        axes.barh(places, added, left=plain, color=style("earned").colour, label="added by stages")
-        axes.set_yticks(places, [line.policy for line in lines])
-        axes.grid(axis="y", visible=False)
-        axes.set_xlabel("CPU time a query, ms")
-        axes.legend(fontsize=8, frameon=False)
-
-    alt = "; ".join(
-        f"{line.policy}: {format_number(plain_ms(line), 3)} + {format_number(added_ms(line), 3)} ms" for line in lines
-    )
-    return draw(paint, title="What stages add", alt=alt, caption=f"{_words(group)}; medians.", height=3.6)
 
 
 def _convergence_picture(group: _Group) -> Picture:

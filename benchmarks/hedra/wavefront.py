@@ -6,23 +6,22 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, ClassVar
 
 from pydantic import Field
 
-from ragorder.eval.data.machine import load_average
+from ragorder.benchmarks.common.turns import InTurns, ms_columns
 from ragorder.eval.report.declared import Column, TableForm, figure, policy_column
 from ragorder.eval.report.words import format_number
-from ragorder.eval.running.cells import SuiteCell
-from ragorder.eval.running.suite import Experiment, Job, Line
+from ragorder.eval.running.cells import SeedlessCell
+from ragorder.eval.running.suite import Job, Line
 from ragorder.pipelining import AnswerChunk, EngineLoad, Stage, Usage
 from ragorder.pipelining.workflow import NodeQuestion, WorkflowServer, WorkflowTrace, irg
 
 _ROUNDS = 3
 
 
-class WavefrontCell(SuiteCell):
+class WavefrontCell(SeedlessCell):
     """`requests` of IRG, `in_flight` at a time, with `stages` a search and `tokens` an answer."""
 
     in_flight: int = Field(100, ge=1)
@@ -31,31 +30,22 @@ class WavefrontCell(SuiteCell):
     tokens: int = Field(32, ge=1)
     repeats: int = Field(5, ge=1)
 
-    @property
-    def varies_with_seed(self) -> bool:
-        return False
 
-
-class WavefrontTime(Experiment):
+class WavefrontTime(InTurns):
     """Column `ms`: processor time a piece, less the far ends', which is a fact as counts of pieces are."""
 
     kind = "wavefront"
     cell = WavefrontCell
-    columns = ("ms",)
     facts = ("pieces",)
     policies: ClassVar[Any] = ("stage by stage", "all")
-    unit = "repeats"
     packages: ClassVar[Any] = {"numpy": "retrieval"}
-    one_job = True
     tables = (
         TableForm(
             "Processor time of scheduling",
             [
                 Column("requests in flight", lambda row: str(row.cell.in_flight)),
                 policy_column("transformations"),
-                figure("ms a piece", lambda run: median(run.rows["ms"]), 3),
-                figure("least", lambda run: min(run.rows["ms"]), 3),
-                figure("most", lambda run: max(run.rows["ms"]), 3),
+                *ms_columns("piece", 3),
                 Column("speculative", lambda row: f"{format_number(row.mean(_speculative))} %"),
                 figure("cycles a piece", lambda run: run.facts["cycles"] / run.facts["pieces"], 2),
             ],
@@ -65,23 +55,9 @@ class WavefrontTime(Experiment):
         ),
     )
 
-    def steps(self, job: Job) -> int:
-        return len(job.policies) * int(job.cell.repeats)
-
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
-        """Policies take turns."""
         cell: WavefrontCell = job.cell.model_copy(update={"requests": job.requests})
-        load = load_average()
-        times: dict[str, list[float]] = {policy: [] for policy in job.policies}
-        facts: dict[str, Any] = {}
-        for _ in range(cell.repeats):
-            for policy in job.policies:
-                ms, facts[policy] = asyncio.run(measure(cell, transformed=policy == "all"))
-                times[policy].append(round(ms, 5))
-                advance()
-        for policy in job.policies:
-            line = {"policy": policy, "engine": {"name": "played"}, "load_average": load}
-            yield {**line, "facts": facts[policy], "rows": {"ms": times[policy]}}
+        return self.in_turns(job, advance, lambda policy: asyncio.run(measure(cell, transformed=policy == "all")))
 
 
 def _speculative(run: Any) -> float:

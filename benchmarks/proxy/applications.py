@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from ragorder.benchmarks.chats.servers import simulated_tokens
+from ragorder.benchmarks.common.served import cached_share
 from ragorder.benchmarks.proxy.shapes import MEASURED, Passage, Shape
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.report.declared import Column, Row, TableForm, figure
@@ -35,10 +36,6 @@ class ApplicationCell(SuiteCell):
     blocks: int = Field(2000, ge=1)
 
 
-def _cached(run: Any) -> float:
-    return float(sum(run.rows["cached_tokens"]) / max(1, sum(run.rows["prompt_tokens"])))
-
-
 def _option(row: Row) -> str:
     shape = MEASURED[row.cell.application]
     template = shape.template
@@ -54,7 +51,7 @@ def _option(row: Row) -> str:
 
 
 def _direct(row: Row) -> str:
-    share = row.mean(_cached, "direct")
+    share = row.mean(cached_share, "direct")
     return format_number(None if share is None else 100 * share)
 
 
@@ -74,7 +71,7 @@ class Applications(Experiment):
                 Column("", lambda row: MEASURED[row.cell.application].application),
                 Column("recognised by", _option),
                 Column("direct: cached, %", _direct),
-                figure("proxied: cached, %", _cached, scale=100),
+                figure("proxied: cached, %", cached_share, scale=100),
                 figure("requests ordered", "ordered", 0),
                 figure("otherwise changed", "changed", 0),
                 figure("32 KiB: ordering, ms of CPU", "ordering_ms", 2),

@@ -28,7 +28,7 @@ class ServerProcess(NamedTuple):
 
 @contextmanager
 def instant_server(*options: str) -> Iterator[ServerProcess]:
-    """A server that answers at once; `--inside` orders documents in it."""
+    """A server that answers at once; for `options` see `upstream`."""
     module = "ragorder.benchmarks.proxy.upstream"
     with _process([sys.executable, "-m", module, *options], "stdout", r"http://127.0.0.1:(\d+)") as server:
         yield server

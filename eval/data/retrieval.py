@@ -9,8 +9,6 @@ from typing import Any, Protocol
 from ragorder.common.extras import needs
 from ragorder.kernels.preprocessing.encoder import HUB_MODEL, TextEncoder, default_model, packaged_model
 
-__all__ = ["BM25Retriever", "DenseRetriever", "Retriever", "default_model", "make_retriever"]
-
 # What the extra `bm25` brings; the others take the large one, `retrieval`.
 _LEXICAL = ("bm25s", "numpy")
 

@@ -19,8 +19,6 @@ from itertools import accumulate
 from ragorder.document import Document
 from ragorder.eval.data.names import unknown
 
-__all__ = ["CONTROLS", "WORKLOADS", "Workload", "WorkloadError", "document_tokens", "make_workload"]
-
 WORKLOADS = ("paper", "paper-shuf", "ov0.0", "ov0.2", "ov0.4", "ov0.6", "ov0.8", "mix8", "zipf10", "geo")
 CONTROLS = ("disjoint", "unique")
 

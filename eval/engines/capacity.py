@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from ragorder.common.counts import parse_count
 
-__all__ = ["Capacity"]
-
 
 @dataclass(frozen=True, slots=True)
 class Capacity:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from ragorder.trie.residency.blocks import EngineBlocks
 
-__all__ = ["OpenAIEngine", "ServedModel", "find_model"]
-
 _TIMEOUT_S = 600.0
 _CONNECT_TIMEOUT_S = 10.0
 # Servers close a connection that was idle for 5 s: ours must be gone before, or a request goes out on a dead one.

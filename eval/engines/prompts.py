@@ -11,8 +11,6 @@ from ragorder.document import Document
 from ragorder.eval.data.trace import TraceRequest
 from ragorder.prompt import Prompt, PromptBuilder
 
-__all__ = ["SYSTEM_PROMPT", "BuiltPrompts", "NumberedPrompts", "PromptIds", "Prompts"]
-
 SYSTEM_PROMPT = (
     "You are a careful assistant. Answer the question from the documents below and from nothing else. "
     "If they do not hold the answer, say that they do not. Name the documents that you used."

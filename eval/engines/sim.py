@@ -10,8 +10,6 @@ from typing import Literal, get_args
 
 from ragorder.eval.engines.base import EngineCompletion
 
-__all__ = ["Like", "SimEngine"]
-
 Like = Literal["lru", "vllm-0.32"]
 
 _BlockHash = int

@@ -22,7 +22,7 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A requirement, installed without its dependencies, and those of these that ordering needs."""
+    """A package, installed without its dependencies but for those that ordering needs."""
 
     name: str
     requirement: str
@@ -40,7 +40,8 @@ PEERS = {
 
 
 def prepare_peer(name: str, *, folder: Path | None = None, timeout_s: float = _INSTALL_S) -> Path:
-    """The Python of a peer's environment, installed if necessary. Raises PeerError, and leaves nothing in `folder`."""
+    """The Python of a peer's environment, installed if necessary. Raises PeerError; a failed installation leaves
+    nothing in `folder`."""
     peer = PEERS[name]
     folder = cache_folder() / "peers" if folder is None else folder
     place = folder / peer.folder_name

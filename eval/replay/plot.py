@@ -12,8 +12,6 @@ from ragorder.eval.report.words import policy_words
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_report", "need_matplotlib", "plot_report"]
-
 # Okabe and Ito's colours, which the colour-blind can tell apart; the markers differ as well.
 _COLOURS = {
     "retrieval": "#555555",

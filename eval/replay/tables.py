@@ -13,8 +13,9 @@ from pydantic import TypeAdapter, model_validator
 from ragorder.common.extras import install_hint
 from ragorder.eval.replay.report import CapacityInfo, ReplayReport, Verdict
 from ragorder.eval.replay.runs import RETRIEVAL
-from ragorder.eval.report.canvas import Picture, draw, label_ends, style
+from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.compared import Compared
+from ragorder.eval.report.lines import draw_lines, from_zero
 from ragorder.eval.report.metrics import CACHED
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import PairedDifference, compare_seeds
@@ -114,21 +115,10 @@ def _by_capacity(report: ReplayReport) -> Picture:
 
     names = [capacity.name.replace("unlimited", "no\nlimit") for capacity in report.capacities]
 
-    def paint(axes: Any) -> None:
-        ends = []
-        for policy, line in lines.items():
-            looks = style(policy)
-            axes.plot(range(len(line)), line, looks.dashes, color=looks.colour, marker=looks.marker, markersize=4.5)
-            ends.append((len(line) - 1.0, line[-1], policy_words(policy), looks))
-        axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
-        axes.set_xticks(range(len(names)), names)
-        axes.grid(axis="x", visible=False)
-        axes.set_xlabel("cache")
-        axes.set_ylabel("cached, % of prompt tokens")
-        label_ends(axes, ends)
-
     said = "; ".join(f"{policy}: {', '.join(f'{ratio:.1f}' for ratio in line)}" for policy, line in lines.items())
-    return draw(paint, title="Cached tokens by cache", alt=said)
+    points = {policy: list(enumerate(line)) for policy, line in lines.items()}
+    shown: dict[str, Any] = {"alt": said, "looks": {}, "ticks": names, "adjust": from_zero}
+    return draw_lines("Cached tokens by cache", points, "cache", "cached, % of prompt tokens", **shown)
 
 
 def _served(report: ReplayReport) -> str:

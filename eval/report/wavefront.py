@@ -17,8 +17,6 @@ from rich.table import Table
 from ragorder.common.jsonl import JSONLines
 from ragorder.eval.report.canvas import COLOURS, need_matplotlib
 
-__all__ = ["FORMATS", "TraceFigures", "TracedRequest", "WorkItem", "draw_wavefront", "figures_of", "read_traces"]
-
 _EXAMPLE = '{"graph": "irg", "started_s": 0.0, "total_s": 1.2, "pieces": […]}, from WorkflowTrace.as_record()'
 
 

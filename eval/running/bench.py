@@ -29,7 +29,6 @@ from ragorder.eval.running.load import (
     serve_virtual,
     silent,
 )
-from ragorder.eval.running.measures import RunResult
 from ragorder.eval.running.policies import POLICIES, PolicyError, make_policy
 from ragorder.eval.running.runner import MakeRun, Run
 from ragorder.eval.running.specs import Bench, BenchError, TraceSpec
@@ -37,8 +36,6 @@ from ragorder.prompt import PromptBuilder
 
 if TYPE_CHECKING:
     from ragorder.eval.engines.pool import EnginePool
-
-__all__ = ["bench_lines", "check_bench", "run_bench", "run_traces", "sources_of"]
 
 _CAPACITY = Capacity(tokens=100_000)
 _SIM_BLOCK_SIZE = 16
@@ -48,16 +45,11 @@ Serve = Callable[[Trace, int, MakeRun, Load, Advance], list[Run]]
 _CORPUS_TOP_K = 5
 
 
-def run_bench(bench: Bench, progress: Progress = silent) -> list[RunResult]:
-    """Every policy on every trace and seed. Raises BenchError and the other errors of the command."""
-    return [run.result() for runs in run_traces(bench, progress) for run in runs]
-
-
 def run_traces(
     bench: Bench, progress: Progress = silent, *, keep: bool = False, pool: EnginePool[Any] | None = None
 ) -> Iterator[list[Run]]:
     """The served runs of all policies, for each trace and seed; `keep` keeps their requests. Engines "vllm" and "torch"
-    come from `pool`. Raises as `run_bench`."""
+    come from `pool`. Raises BenchError and the other errors of the command."""
     check_bench(bench)
 
     def make(trace: Trace, seed: int, name: str, engine: Cache, prompts: Prompts) -> Run:
@@ -91,7 +83,7 @@ def run_traces(
 
 
 def bench_lines(bench: Bench, session: str, progress: Progress = silent) -> Iterator[dict[str, Any]]:
-    """Yield a line of results.jsonl for each policy on each trace and seed. Raises as `run_bench`."""
+    """Yield a line of results.jsonl for each policy on each trace and seed. Raises as `run_traces`."""
     named = {"openai": str(bench.served_model or bench.model or "the server's first"), "sim": None}
     model = named.get(bench.engine, str(bench.model or "random weights"))
     for runs in run_traces(bench, progress):

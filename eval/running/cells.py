@@ -56,6 +56,14 @@ class SuiteCell(BaseModel):
         return True
 
 
+class SeedlessCell(SuiteCell):
+    """A cell that every seed measures alike."""
+
+    @property
+    def varies_with_seed(self) -> bool:
+        return False
+
+
 def _read(adapter: TypeAdapter[Any], name: str, text: str) -> Any:
     problems = []
     for value in _readings(text):

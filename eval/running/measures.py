@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -59,9 +59,6 @@ class Measures:
     def rows(self, start: int = 0) -> list[int]:
         return [row for row in range(start, self.requests) if self._state[row] == _SERVED]
 
-    def errors_tokens(self, rows: Iterable[int]) -> list[int]:
-        return [self.predicted_tokens[row] - self.cached_tokens[row] for row in rows]
-
     def tenths(self) -> dict[str, list[float | None]]:
         """Return for each tenth of the requests, in the order sent, the mean of those in flight when one was sent, and
         memory of this process and nodes of the tree when the last one was."""
@@ -105,32 +102,6 @@ def _column(typecode: str, rows: int) -> array:  # type: ignore[type-arg]
 
 
 Column = list[int | None] | list[float | None]
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """The summary of one policy on one trace, without its `failures`. Times are None on an engine without a clock;
-    `tbt_ms` is of each request's mean. Predictions of cached tokens: the share right to within a block, the mean of
-    |predicted - reported| and of predicted - reported."""
-
-    workload: str
-    policy: str
-    engine: str
-    seed: int
-    capacity_tokens: int | None
-    requests: int
-    failures: int
-    prompt_tokens: int
-    cached_tokens: int
-    cached_ratio: float
-    displacement_mean: float
-    prediction_within_block: float | None
-    prediction_error_blocks_mean: float | None
-    prediction_bias_blocks: float | None
-    ttft_ms: dict[str, float] | None
-    tbt_ms: dict[str, float] | None
-    tenths: dict[str, list[float | None]] | None = None
-    """Of a run under load, see `Measures.tenths`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import fmean
 from typing import Any, Self
 
 from ragorder import Lengths
@@ -16,14 +15,7 @@ from ragorder.eval.data.trace import Trace, TraceRequest
 from ragorder.eval.engines.base import Cache, EngineCompletion
 from ragorder.eval.engines.prompts import BuiltPrompts, Prompts
 from ragorder.eval.engines.sim import SimEngine
-from ragorder.eval.running.measures import (
-    Column,
-    Columns,
-    Measures,
-    RunResult,
-    percentile,
-    thread_times_us,
-)
+from ragorder.eval.running.measures import Column, Columns, Measures, thread_times_us
 from ragorder.eval.running.policies import Policy
 from ragorder.orderer import Orderer
 from ragorder.ordering import Moves, Ordering
@@ -236,34 +228,6 @@ class Run:
     def fallback_reason(self) -> str | None:
         return getattr(self._policy, "first_error", None)
 
-    def result(self) -> RunResult:
-        measures, block_size = self._measures, self.engine.block_size
-        predicts = isinstance(self._policy, Orderer)
-        rows = measures.rows()
-        prompt_tokens = sum(measures.prompt_tokens[row] for row in rows)
-        cached_tokens = sum(measures.cached_tokens[row] for row in rows)
-        errors = measures.errors_tokens(rows) if predicts else []
-        ttft_s, tbt_s = ([times[row] for row in rows] for times in (measures.ttft_s, measures.tbt_s))
-        return RunResult(
-            workload=self.trace.name,
-            policy=self.policy_name,
-            engine=self.engine.name,
-            seed=self.seed,
-            capacity_tokens=self.engine.capacity_tokens,
-            requests=len(self.trace.requests),
-            failures=measures.failures,
-            prompt_tokens=prompt_tokens,
-            cached_tokens=cached_tokens,
-            cached_ratio=round(cached_tokens / max(1, prompt_tokens), 6),
-            displacement_mean=round(fmean([measures.displacement[row] for row in rows] or [0]), 4),
-            prediction_within_block=_mean([abs(error) <= block_size for error in errors]),
-            prediction_error_blocks_mean=_mean([abs(error) / block_size for error in errors]),
-            prediction_bias_blocks=_mean([error / block_size for error in errors]),
-            ttft_ms=_milliseconds([seconds for seconds in ttft_s if not math.isnan(seconds)]),
-            tbt_ms=_milliseconds([seconds for seconds in tbt_s if not math.isnan(seconds)], (50, 99)),
-            tenths=None if self.load is None else measures.tenths(),
-        )
-
     def fields(self, model: str | None, warmup: int = 0) -> dict[str, Any]:
         """Return the fields of a `RunRecord` on this run, but for where it belongs."""
         engine = self.engine
@@ -335,18 +299,6 @@ class Run:
 
 def _moved_share(permutation: Sequence[int]) -> float:
     return sum(place != rank for place, rank in enumerate(permutation)) / max(1, len(permutation))
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return round(fmean(values), 4) if values else None
-
-
-def _milliseconds(seconds: Sequence[float], percents: Sequence[int] = (50, 95)) -> dict[str, float] | None:
-    if not seconds:
-        return None
-    milliseconds = [second * 1e3 for second in seconds]
-    found = {f"p{percent}": round(percentile(milliseconds, percent), 3) for percent in percents}
-    return {**found, "mean": round(fmean(milliseconds), 3)}
 
 
 MakeRun = Callable[[str, Cache, Prompts], Run]

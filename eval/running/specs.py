@@ -16,17 +16,6 @@ from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.engines.sim import Like
 from ragorder.eval.running.load import Load, ServiceTimes
 
-__all__ = [
-    "DEFAULT_POLICIES",
-    "Bench",
-    "BenchError",
-    "EngineName",
-    "EngineSpec",
-    "EventsAddress",
-    "ServedBy",
-    "TraceSpec",
-]
-
 EngineName = Literal["sim", "vllm", "torch", "openai"]
 DEFAULT_POLICIES = ("retrieval", "greedy", "prefix", "earned", "free")
 

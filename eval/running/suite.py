@@ -514,7 +514,9 @@ def kinds() -> dict[str, type[Kind]]:
     found: dict[str, type[Kind]] = {}
     for module in map(import_module, names):
         for value in vars(module).values():
-            if isinstance(value, type) and issubclass(value, Kind) and value.__module__ == module.__name__:
+            known = isinstance(value, type) and issubclass(value, Kind) and value.__module__ == module.__name__
+            # One without a kind is the base of others.
+            if known and hasattr(value, "kind"):
                 found[value.kind] = value
     return dict(sorted(found.items()))
 

@@ -26,7 +26,6 @@ main(["eval", "report", sys.argv[2], "--md", "-"], standalone_mode=False)
 def test_it_is_found_runs_and_reports(tmp_path: Path, python: Callable[..., Any]) -> None:
     for language, name in (("python", "sorting.py"), ("toml", "sorting.toml")):
         found = re.search(f"```{language}\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
-        assert found is not None
         (tmp_path / name).write_text(found[1], "utf-8")
     done = python("-c", SCRIPT, tmp_path, tmp_path / "results")
     assert done.returncode == 0, done.stderr

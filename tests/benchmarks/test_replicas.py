@@ -12,13 +12,13 @@ import pytest
 from pydantic import ValidationError
 from support.suites import page_of, run_suites
 
+from ragorder.benchmarks.common.served import cached_share
 from ragorder.benchmarks.fleet.replicas import (
     ROUTERS,
     Replicas,
     ReplicasCell,
     Ring,
     SimulatedReplica,
-    cached,
     load,
     serve,
 )
@@ -96,7 +96,7 @@ class TestServing:
         assert found["facts"]["exact"] >= 0.99
 
     def test_topics_and_the_best_replica_find_more_than_chance(self, requests: list[TraceRequest]) -> None:
-        found = {policy: cached(served(requests, cell(), policy)) for policy in ROUTERS}
+        found = {policy: cached_share(served(requests, cell(), policy)) for policy in ROUTERS}
         chance = max(found[policy] for policy in ("random", "in turn", "least busy"))
         assert found["topic"] > chance + 0.05
         assert found["topic, bound 2"] > chance + 0.05
@@ -115,7 +115,7 @@ class TestServing:
             served(drawn, cell(replicas=8), policy) for policy in ("topic, bound 2", "topic, table, bound 2")
         )
         assert load(table) < load(ring)
-        assert cached(table) > cached(ring) - 0.02
+        assert cached_share(table) > cached_share(ring) - 0.02
 
     def test_a_table_loses_the_topics_of_a_replica_that_goes_and_no_other(self) -> None:
         drawn = trace_of_workload(make_workload("mix64", 0, requests=900), 900).requests

@@ -21,8 +21,9 @@ from support.chaos.__main__ import main as chaos_command
 from support.fork_server import ForkServer
 
 from ragorder import Document
+from ragorder.benchmarks.common.served import Speedup
 from ragorder.benchmarks.ragcache.tiering.experiment import ARMS, ROOMS, make_sizes, make_stream
-from ragorder.benchmarks.ragcache.tiering.report import TierVerdict, judge
+from ragorder.benchmarks.ragcache.tiering.report import judge
 from ragorder.eval.cli.eval import eval as eval_command
 from ragorder.eval.data.trace import Trace, TraceRequest
 from ragorder.eval.engines.prompts import NumberedPrompts
@@ -66,7 +67,7 @@ def times(mean: float, seed: int, *, noise: float = 0.02, count: int = 50) -> li
     return [mean * (1 + noise * (rng.random() - 0.5)) for _ in range(count)]
 
 
-def judged(room: str, apc: float, tiers: float, *, noise: float = 0.02) -> TierVerdict:
+def judged(room: str, apc: float, tiers: float, *, noise: float = 0.02) -> Speedup:
     return judge(room, *([times(mean, seed, noise=noise) for seed in range(3)] for mean in (apc, tiers)))
 
 
@@ -155,14 +156,14 @@ class TestVerdicts:
 
     def test_the_interval_is_around_the_ratio(self) -> None:
         verdict = judged("host", 200, 100, noise=0.5)
-        assert verdict.known
+        assert verdict.found.known
         assert verdict.low < verdict.ratio < verdict.high
         assert verdict.ratio == pytest.approx(2, rel=0.1)
         assert len(verdict.by_seed) == 3
 
     def test_of_one_request_there_is_no_interval(self) -> None:
         verdict = judge("host", [[300.0]], [[100.0]])
-        assert not verdict.known
+        assert not verdict.found.known
         assert verdict.ratio == pytest.approx(3)
         assert verdict.met == "not decided"
 
@@ -194,7 +195,7 @@ class TestOnRealServers:
         make_corpus(folder / "corpora" / "small")
         with ForkServer() as fork_server, pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                "ragorder.benchmarks.ragcache.tiering.measuring.VLLMServer",
+                "ragorder.benchmarks.ragcache.tiering.experiment.VLLMServer",
                 partial(VLLMServer, launch=fork_server.launch),
             )
             server = ["--engine", "openai", "--model", vllm_model, "--corpora", folder / "corpora"]

@@ -231,7 +231,6 @@ def test_a_server_and_what_it_has_started_have_the_last_core() -> None:
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=False)"
     with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, start_new_session=True) as server:
         try:
-            assert server.stdout is not None
             server.stdout.readline()
             bind_server(server.pid)
             engine = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text()

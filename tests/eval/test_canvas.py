@@ -25,7 +25,6 @@ class TestLooks:
                 axes.plot([0, 1], [place, place], color=style(name).colour, label=name)
 
         points = re.search(r'data-points="([^"]*)"', draw(paint, title="t", alt="a").svg)
-        assert points is not None
         colours = {found[-1] for found in json.loads(points[1].replace("&quot;", '"'))}
         assert len(colours) == len(names)
 

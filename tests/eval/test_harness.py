@@ -256,7 +256,6 @@ class TestAShortForm:
     def test_has_otherwise_what_it_says_and_the_rest_as_the_suite(self) -> None:
         whole = shortened()
         short = whole.short_form
-        assert short is not None
         assert (short.policies, short.requests, short.warmup) == (("retrieval", "greedy"), 10, whole.warmup)
         assert short.points == [{"workload": "unique", "capacity_tokens": tokens} for tokens in (4_000, 8_000)]
         assert (short.name, short.report, short.short_form) == (whole.name, whole.report, None)

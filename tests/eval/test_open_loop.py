@@ -64,7 +64,6 @@ class TestTheObjective:
             ]
         )
         table = objective_table(groups, "retrieval")
-        assert table is not None
         retrieval, auto = table.rows
         assert [entry.text for entry in retrieval[1:]] == ["retrieval order", "500.0", "50.0", "1.00"]
         assert [entry.text for entry in auto[1:]] == ["ragorder (free)", "500.0", "100.0", "2.00"]

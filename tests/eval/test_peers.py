@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.benched import run_bench
 
 from ragorder import Document
 from ragorder.eval.peers import PEERS, Peer, PeerError, PeerPolicy, prepare_peer
 from ragorder.eval.peers import environment as environments
 from ragorder.eval.peers.policy import Worker
-from ragorder.eval.running.bench import run_bench
 from ragorder.eval.running.specs import Bench
 
 pytestmark = pytest.mark.merge

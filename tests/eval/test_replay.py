@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.benched import run_bench
 from support.commands import run_command
 from support.results import result_lines
 from support.rings import examples, grid, length
@@ -53,7 +54,6 @@ from ragorder.eval.replay.runs import PolicyFigures, Setup
 from ragorder.eval.replay.tables import Replay
 from ragorder.eval.report import make_report
 from ragorder.eval.report.words import policy_words
-from ragorder.eval.running.bench import run_bench
 from ragorder.eval.running.load import ServiceTimes
 from ragorder.eval.running.reading import results_of
 from ragorder.eval.running.specs import Bench

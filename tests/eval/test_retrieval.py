@@ -14,7 +14,8 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from ragorder.eval.data.corpora.folder import load_folder
-from ragorder.eval.data.retrieval import BM25Retriever, DenseRetriever, Retriever, default_model, make_retriever
+from ragorder.eval.data.retrieval import BM25Retriever, DenseRetriever, Retriever, make_retriever
+from ragorder.kernels.preprocessing.encoder import default_model
 
 pytestmark = pytest.mark.merge
 

@@ -14,12 +14,12 @@ from statistics import fmean
 from types import ModuleType
 
 import pytest
+from support.benched import run_bench
 from support.rings import grid
 
 from ragorder.eval.data.workloads import WORKLOADS, make_workload
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.engines.sim import SimEngine
-from ragorder.eval.running.bench import run_bench
 from ragorder.eval.running.specs import Bench
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field
@@ -42,6 +43,7 @@ class CloudsCell(SuiteCell):
 
 _CHARACTERS = 4
 _ROLES = ("user", "assistant")
+_AUTOMATIC: dict[str, Any] = {"cache_control": {"type": "ephemeral"}}
 
 
 def make_builder(cell: CloudsCell) -> PromptBuilder:
@@ -65,84 +67,65 @@ def make_text(number: int, tokens: int) -> str:
     return f"{number:06}".ljust(_CHARACTERS * tokens, ".")
 
 
-class CloudPolicy(ABC):
-    """Makes the bodies of requests. `clock()` is in seconds; `suffix_tokens` are those of a question."""
+Marks = Callable[[int], Sequence[int]]
+"""The places of marks among so many documents."""
+
+
+class CloudPolicy:
+    """Makes the bodies of requests: documents in retrieval order, and `marks` (None: the provider sets one by itself,
+    after the question). `clock()` is in seconds; `suffix_tokens` are those of a question."""
 
     def __init__(
-        self, rules: CacheRules, builder: PromptBuilder, clock: Callable[[], float], suffix_tokens: int
+        self,
+        rules: CacheRules,
+        builder: PromptBuilder,
+        clock: Callable[[], float],
+        suffix_tokens: int,
+        marks: Marks | None = None,
     ) -> None:
         self.rules = rules
         self.builder = builder
         self.additive = rules.usage is not None and rules.usage.additive
+        self._marks = marks
 
     def ordering(self, documents: Sequence[Document]) -> Ordering[Document]:
-        """In retrieval order."""
         return Ordering(list(documents), range(len(documents)))
 
     def predicted(self, ordering: Ordering[Document]) -> int:
         return -1
 
-    @abstractmethod
-    def body(self, query: str, ordering: Ordering[Document]) -> dict[str, Any]: ...
+    def body(self, query: str, ordering: Ordering[Document]) -> dict[str, Any]:
+        plain = self.builder.build(query, ordering).parts
+        marks = () if self._marks is None else self._marks(len(ordering.documents))
+        explicit = self._marks is not None
+        parts = PromptParts(plain.system, plain.documents, plain.question, marks, self.rules.ttl, explicit=explicit)
+        if not self.additive:
+            return parts.openai()
+        return parts.anthropic() | ({} if explicit else _AUTOMATIC)
 
     def confirm(self, ordering: Ordering[Document], usage: Mapping[str, Any]) -> None:
         read = read_cloud_usage(usage, self.rules)
         ordering.confirm(read.cached_tokens, prompt_tokens=read.prompt_tokens, written_tokens=read.written_tokens)
 
 
-class FixedMarks(CloudPolicy):
-    def body(self, query: str, ordering: Ordering[Document]) -> dict[str, Any]:
-        plain, marks = self.builder.build(query, ordering).parts, self.marks(len(ordering.documents))
-        parts = PromptParts(
-            plain.system, plain.documents, plain.question, marks or (), self.rules.ttl, explicit=marks is not None
-        )
-        if not self.additive:
-            return parts.openai()
-        body = parts.anthropic()
-        return body if marks is not None else body | {"cache_control": {"type": "ephemeral"}}
-
-    @abstractmethod
-    def marks(self, documents: int) -> Sequence[int] | None:
-        """Return the places of marks, or None if the provider sets one by itself, after the question."""
-
-
-class Automatic(FixedMarks):
-    def marks(self, documents: int) -> Sequence[int] | None:
-        return None
-
-
-class SystemPrompt(FixedMarks):
-    """ContextPilot 0.5.0's adapters mark the system prompt, and no document in a user's message."""
-
-    def marks(self, documents: int) -> Sequence[int] | None:
-        return [0]
-
-
-class End(FixedMarks):
-    def marks(self, documents: int) -> Sequence[int] | None:
-        return [0, documents]
-
-
-class Spread(FixedMarks):
-    """Four, evenly."""
-
-    def marks(self, documents: int) -> Sequence[int] | None:
-        return sorted({0, -(-documents // 3), -(-2 * documents // 3), documents})
-
-
-class SortedSpread(Spread):
+class SortedById(CloudPolicy):
     def ordering(self, documents: Sequence[Document]) -> Ordering[Document]:
         permutation = sorted(range(len(documents)), key=lambda rank: documents[rank].id)
         return Ordering([documents[rank] for rank in permutation], permutation)
 
 
-class EngineOrder(Spread):
+class EngineOrder(CloudPolicy):
     """Ordered as for an engine that resumes anywhere and forgets nothing."""
 
     def __init__(
-        self, rules: CacheRules, builder: PromptBuilder, clock: Callable[[], float], suffix_tokens: int
+        self,
+        rules: CacheRules,
+        builder: PromptBuilder,
+        clock: Callable[[], float],
+        suffix_tokens: int,
+        marks: Marks | None = None,
     ) -> None:
-        super().__init__(rules, builder, clock, suffix_tokens)
+        super().__init__(rules, builder, clock, suffix_tokens, marks)
         self._orderer = Orderer(
             capacity_tokens=None,
             block_size=1,
@@ -160,11 +143,6 @@ class EngineOrder(Spread):
         ordering.confirm()
 
 
-class EngineOrderEnd(EngineOrder):
-    def marks(self, documents: int) -> Sequence[int] | None:
-        return [0, documents]
-
-
 class ForCloud(CloudPolicy):
     """`Orderer.for_cloud`."""
 
@@ -172,9 +150,7 @@ class ForCloud(CloudPolicy):
         self, rules: CacheRules, builder: PromptBuilder, clock: Callable[[], float], suffix_tokens: int
     ) -> None:
         super().__init__(rules, builder, clock, suffix_tokens)
-        self._orderer = Orderer.for_cloud(
-            rules=rules, builder=builder, clock=clock, suffix_tokens=suffix_tokens, strict=True
-        )
+        self._orderer = make_orderer(rules, builder, clock, suffix_tokens)
 
     def ordering(self, documents: Sequence[Document]) -> Ordering[Document]:
         return self._orderer.order(documents)
@@ -188,19 +164,28 @@ class ForCloud(CloudPolicy):
         return prompt.anthropic() if self.additive else prompt.parts.openai()
 
 
-POLICIES: Mapping[str, type[CloudPolicy]] = {
-    "automatic": Automatic,
-    "system prompt": SystemPrompt,
-    "end": End,
-    "sorted by id, four": SortedSpread,
-    "engine order, end": EngineOrderEnd,
-    "engine order, four": EngineOrder,
+def _at_the_end(documents: int) -> Sequence[int]:
+    return [0, documents]
+
+
+def _four(documents: int) -> Sequence[int]:
+    return sorted({0, -(-documents // 3), -(-2 * documents // 3), documents})
+
+
+POLICIES: Mapping[str, Callable[..., CloudPolicy]] = {
+    "automatic": CloudPolicy,
+    # ContextPilot 0.5.0's adapters mark no document in a user's message.
+    "system prompt": partial(CloudPolicy, marks=lambda documents: [0]),
+    "end": partial(CloudPolicy, marks=_at_the_end),
+    "sorted by id, four": partial(SortedById, marks=_four),
+    "engine order, end": partial(EngineOrder, marks=_at_the_end),
+    "engine order, four": partial(EngineOrder, marks=_four),
     "ragorder": ForCloud,
 }
 
 
 def make_orderer(rules: CacheRules, builder: PromptBuilder, clock: Callable[[], float], suffix_tokens: int) -> Orderer:
-    """`Orderer.for_cloud`, for all conversations of a run."""
+    """`Orderer.for_cloud`, for all requests or conversations of a run."""
     return Orderer.for_cloud(rules=rules, builder=builder, clock=clock, suffix_tokens=suffix_tokens, strict=True)
 
 
@@ -226,66 +211,53 @@ class CloudChat(ABC):
 
 
 class PartsChat(CloudChat):
-    """Each turn's documents in a message of its own, the history replayed: a part for each document."""
+    """Each turn's documents in a message of its own, the history replayed: a part for each document.
 
-    def __init__(self, rules: CacheRules, builder: PromptBuilder, orderer: Orderer) -> None:
+    `marks` finds, by message, the parts before each mark, besides the one after the system prompt; None: the provider
+    sets one by itself, at the end.
+    """
+
+    def __init__(
+        self,
+        rules: CacheRules,
+        builder: PromptBuilder,
+        orderer: Orderer,
+        marks: Callable[[Sequence[Sequence[str]]], Mapping[int, Sequence[int]]] | None = None,
+        *,
+        by_id: bool = False,
+    ) -> None:
         super().__init__(rules, builder, orderer)
         self.messages: list[list[str]] = []
+        self._marks, self._by_id = marks, by_id
 
     def ask(self, question: str, documents: Sequence[Document]) -> dict[str, Any]:
+        shown = sorted(documents, key=lambda document: document.id) if self._by_id else documents
         asked = self.builder.user_message(question, (), ())
-        self.messages.append([*map(self.builder.document_text, self.arrange(documents)), asked])
-        system, marks = self.marks()
+        self.messages.append([*map(self.builder.document_text, shown), asked])
+        marks = {} if self._marks is None else self._marks(self.messages)
         content = anthropic_content if self.additive else openai_content
         options = (self.rules.ttl,) if self.additive else ()
         messages = [
             {"role": _ROLES[number % 2], "content": content(texts, marks.get(number, ()), *options)}
             for number, texts in enumerate(self.messages)
         ]
-        front = content([self.builder.system], [1] if system else [], *options)
+        front = content([self.builder.system], [] if self._marks is None else [1], *options)
         if self.additive:
-            body: dict[str, Any] = {"system": front, "messages": messages}
-            return body | ({"cache_control": {"type": "ephemeral"}} if self.automatic else {})
-        body = {"messages": [{"role": "system", "content": front}, *messages]}
-        return body if self.automatic else body | {"prompt_cache_options": {"mode": "explicit"}}
+            return {"system": front, "messages": messages} | (_AUTOMATIC if self._marks is None else {})
+        body: dict[str, Any] = {"messages": [{"role": "system", "content": front}, *messages]}
+        return body if self._marks is None else body | {"prompt_cache_options": {"mode": "explicit"}}
 
     def answered(self, text: str, usage: Mapping[str, Any]) -> None:
         self.messages.append([text])
 
-    automatic = False
-    """Whether the provider sets a mark by itself, at the end."""
 
-    def arrange(self, documents: Sequence[Document]) -> Sequence[Document]:
-        return documents
-
-    def marks(self) -> tuple[bool, Mapping[int, Sequence[int]]]:
-        """Whether one stands after the system prompt, and by message the parts before each."""
-        return False, {}
-
-
-class AutomaticChat(PartsChat):
-    automatic = True
-
-
-class SystemPromptChat(PartsChat):
-    """ContextPilot 0.5.0's adapters mark the system prompt, and no document in a user's message."""
-
-    def marks(self) -> tuple[bool, Mapping[int, Sequence[int]]]:
-        return True, {}
-
-
-class SortedChat(PartsChat):
-    """Sorted by id. One of the four marks follows the first turn's documents, one is where the turn before ended."""
-
-    def arrange(self, documents: Sequence[Document]) -> Sequence[Document]:
-        return sorted(documents, key=lambda document: document.id)
-
-    def marks(self) -> tuple[bool, Mapping[int, Sequence[int]]]:
-        last = len(self.messages) - 1
-        marks: dict[int, list[int]] = {0: [len(self.messages[0]) - 1]}
-        for number in {max(0, last - 2), last}:
-            marks.setdefault(number, []).append(len(self.messages[number]))
-        return True, marks
+def _after_documents_and_turns(messages: Sequence[Sequence[str]]) -> Mapping[int, Sequence[int]]:
+    """After the first turn's documents, where the turn before ended, and at the end."""
+    last = len(messages) - 1
+    marks: dict[int, list[int]] = {0: [len(messages[0]) - 1]}
+    for number in {max(0, last - 2), last}:
+        marks.setdefault(number, []).append(len(messages[number]))
+    return marks
 
 
 class TurnChat(CloudChat):
@@ -313,9 +285,9 @@ class TurnChat(CloudChat):
         )
 
 
-CHATS: Mapping[str, type[CloudChat]] = {
-    "automatic": AutomaticChat,
-    "system prompt": SystemPromptChat,
-    "sorted by id, four": SortedChat,
+CHATS: Mapping[str, Callable[..., CloudChat]] = {
+    "automatic": PartsChat,
+    "system prompt": partial(PartsChat, marks=lambda messages: {}),
+    "sorted by id, four": partial(PartsChat, marks=_after_documents_and_turns, by_id=True),
     "ragorder": TurnChat,
 }

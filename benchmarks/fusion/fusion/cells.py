@@ -9,8 +9,6 @@ from typing import Any, Literal
 
 from ragorder.eval.running.suite import Experiment, Job, Missing, Suite
 
-__all__ = ["CORPUS_DOCUMENTS", "RATIOS", "SHIPPED", "Arm", "Copies", "OfTrainedModels", "Order", "checkpoint"]
-
 RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0)
 """Shares of the reused tokens that are recomputed."""
 

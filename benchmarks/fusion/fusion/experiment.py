@@ -18,16 +18,6 @@ from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 if TYPE_CHECKING:
     from ragorder.benchmarks.fusion.fusion.prompts import Measured
 
-__all__ = [
-    "ARMS",
-    "BASELINE",
-    "REUSE",
-    "Fusion",
-    "FusionCell",
-    "FusionRecord",
-    "FusionTraining",
-]
-
 _DEVIATING = (0.0, 0.05)
 BASELINE, REUSE = "full attention", "full reuse"
 NEIGHBOURS = 4

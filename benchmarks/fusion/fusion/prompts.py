@@ -30,8 +30,6 @@ from ragorder.benchmarks.fusion.fusion.task import (
     system_prompt,
 )
 
-__all__ = ["Measured", "Prompts", "Questions", "draw_questions", "make_copies", "measure_curves"]
-
 QUESTION_TOKENS = 2
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from ragorder.benchmarks.common.pictures import draw_lines
 from ragorder.benchmarks.fusion.fusion.cells import RATIOS
 from ragorder.benchmarks.fusion.fusion.experiment import ARMS, BASELINE, REUSE, FusionRecord, FusionTraining
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style, titled
 from ragorder.eval.report.groups import RecordGroup, group_runs
+from ragorder.eval.report.lines import draw_lines, draw_table
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import PairedDifference, StatisticsError, compare
 from ragorder.eval.report.tables import Entry, Table
@@ -283,7 +283,7 @@ def make_part(suite: Suite, results: Results) -> Part:
         [*tables, *([copies_table(copies)] if copies else []), *map(_training, trained)],
         words=[TOY] if every else [],
         pictures=lambda: [
-            *map(_picture, groups),
+            *(draw_table(_curves(group), "share recomputed", "exact match", rows=_PICTURED) for group in groups),
             *(_deviation_picture(group) for group in groups if _deviations(group)),
             *map(_training_picture, trained),
         ],
@@ -381,35 +381,6 @@ def _known(group: Group, arm: str) -> Curve:
 
 def _percent(share: float) -> str:
     return f"{100 * share:g} %"
-
-
-def _picture(group: Group) -> Picture:
-    curves = {arm: _known(group, arm) for arm in _PICTURED if arm in group.policies}
-    levels = {arm: _known(group, arm).right[0] for arm in (BASELINE, REUSE) if arm in group.policies}
-
-    def paint(axes: Any) -> None:
-        for arm, found in curves.items():
-            looks = style(_PICTURED[arm])
-            places = [RATIOS.index(ratio) for ratio in found.ratios]
-            axes.plot(
-                places, found.right, looks.dashes, marker=looks.marker, markersize=4, color=looks.colour, label=arm
-            )
-        for level in levels.values():
-            axes.axhline(level, color=style("retrieval").colour, linewidth=0.9, linestyle=":")
-        axes.set_xticks(range(len(RATIOS)), [f"{100 * ratio:g}" for ratio in RATIOS])
-        axes.set_ylim(-0.03, 1.05)
-        axes.set_xlabel("recomputed, % of the reused tokens")
-        axes.set_ylabel("exact match")
-        # All of them end in one point.
-        axes.figure.legend(loc="outside lower center", ncols=2, fontsize=8.5, frameon=False, handlelength=2.4)
-
-    alt = "; ".join(
-        f"{arm}: {', '.join(format_number(value, 2) for value in found.right)}" for arm, found in curves.items()
-    )
-    caption = ", ".join(f"{arm} {format_number(level, 2)}" for arm, level in levels.items())
-    return draw(
-        paint, title=titled("Right answers", _setting(group)), alt=alt, caption=f"Dotted: {caption}." if caption else ""
-    )
 
 
 def _deviation_picture(group: Group) -> Picture:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from ragorder.kernels.engine import Completion, Fusion, Request, TieredEngine
 
-__all__ = ["answer_on_engine", "chain_engine", "llama", "llama_tokens", "measure_on_engine", "prepare", "reference_arm"]
-
 _LONGEST_TOKENS = 4096
 _IDLE_UNITS = 4096
 

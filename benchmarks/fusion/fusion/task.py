@@ -19,32 +19,6 @@ from torch.nn.functional import embedding, linear, pad, rms_norm, silu
 
 from ragorder.benchmarks.fusion.fusion.cells import CORPUS_DOCUMENTS
 
-__all__ = [
-    "ALIASES",
-    "ALIAS_OF",
-    "ASK",
-    "BOS",
-    "DOC",
-    "EPSILON",
-    "NAMES",
-    "OPENING",
-    "THETA",
-    "VALUES",
-    "VOCABULARY",
-    "WORDS",
-    "ChainModel",
-    "Computed",
-    "Level",
-    "ReferenceKV",
-    "compute",
-    "compute_behind",
-    "compute_prompts",
-    "draw_corpora",
-    "previous",
-    "rotate",
-    "system_prompt",
-]
-
 BOS, DOC, END, ASK, ALIAS_OF = range(5)
 OPENING = (DOC, ASK, ALIAS_OF)
 VALUES = range(5, 37)
@@ -223,13 +197,13 @@ class ChainModel:
     passes: int = _PASSES
 
     @classmethod
-    def random(cls, seed: int, *, width: int = _WIDTH, heads: int = _HEADS, passes: int = _PASSES) -> Self:
+    def random(cls, seed: int) -> Self:
         generator = torch.Generator().manual_seed(seed)
 
         def normal(rows: int, columns: int, scale: float) -> Tensor:
             return scale * torch.randn(rows, columns, generator=generator)
 
-        narrow, residual = width**-0.5, (2 * passes) ** -0.5
+        width, narrow, residual = _WIDTH, _WIDTH**-0.5, (2 * _PASSES) ** -0.5
         weights = {
             "embedding": normal(VOCABULARY, width, 1),
             "head": normal(VOCABULARY, width, narrow),
@@ -242,7 +216,7 @@ class ChainModel:
             "down": normal(width, 2 * width, (2 * width) ** -0.5 * residual),
             "back": 0.7 * torch.linalg.qr(normal(width, width, 1))[0],
         }
-        return cls(weights, heads, passes)
+        return cls(weights)
 
     @classmethod
     def load(cls, path: Path) -> Self:

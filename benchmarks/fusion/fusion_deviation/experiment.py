@@ -9,13 +9,13 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ragorder.benchmarks.common.pictures import draw_lines
 from ragorder.benchmarks.fusion.fusion_deviation.cells import ALONE, PREPROCESSED, DeviationCell
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.torch import TorchModel, lacks_torch
 from ragorder.eval.report.canvas import Picture, titled
 from ragorder.eval.report.groups import RecordGroup, group_runs
+from ragorder.eval.report.lines import draw_lines
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Table
 from ragorder.eval.report.words import format_number

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from ragorder.benchmarks.fusion.fusion.cells import CORPUS_DOCUMENTS, OfTrainedModels
 from ragorder.benchmarks.fusion.fusion.report import TOY
 from ragorder.eval.engines.torch import lacks_torch
-from ragorder.eval.report.canvas import Picture, draw, name_marks, style, titled
 from ragorder.eval.report.groups import RecordGroup, group_runs
+from ragorder.eval.report.lines import draw_table
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import PairedDifference, StatisticsError, compare, wilson
 from ragorder.eval.report.tables import Entry, Table
@@ -183,9 +183,7 @@ _TASKS = {
     "definition first": "chains of two documents, ranked with the definition in front of the link",
     "link first": "chains of two documents, ranked with the link in front of the definition",
 }
-_PICTURED = ("retrieval", "prefix", "free", "random")
-_FEW = 10
-"""Fewer questions are no point of a picture."""
+_PICTURED = {policy_words(policy): policy for policy in ("retrieval", "prefix", "free", "random")}
 
 _ALL = (
     "%: exact match, with Wilson's 95 % interval. Change: points to retrieval order, paired by question, with the "
@@ -203,7 +201,12 @@ _CHAINS = "The model has learnt to follow links to what stands in front of them:
 def make_part(suite: Suite, results: Results) -> Part:
     groups = group_runs(results.of(QualityPositions.record, suite.name))
     tables = [table for group in groups for table in _tables(group, suite.baseline)]
-    return Part(tables, words=[TOY] if groups else [], pictures=lambda: [*map(_picture, groups)])
+    axes = "place of the document that the question names", "exact match, %"
+    return Part(
+        tables,
+        words=[TOY] if groups else [],
+        pictures=lambda: [draw_table(_placed(group), *axes, rows=_PICTURED) for group in groups],
+    )
 
 
 def _tables(group: Group, baseline: str) -> list[Table]:
@@ -276,45 +279,3 @@ def _percent(share: Share, *, counted: bool = False) -> Entry:
 
 def _band(places: range) -> str:
     return str(places.start + 1) if len(places) == 1 else f"{places.start + 1} to {places.stop}"
-
-
-def _picture(group: Group) -> Picture:
-    policies = [policy for policy in _PICTURED if policy in group.policies]
-    points = {
-        policy: [(number, share) for number, share in enumerate(by_place(group, policy)) if share.count >= _FEW]
-        for policy in policies
-    }
-
-    def paint(axes: Any) -> None:
-        for policy, found in points.items():
-            looks = style(policy)
-            places = [number for number, _ in found]
-            shares = [share.share or 0.0 for _, share in found]
-            ends = [share.interval or (0.0, 1.0) for _, share in found]
-            reach = [
-                [max(0.0, share - low) for share, (low, _) in zip(shares, ends, strict=True)],
-                [max(0.0, high - share) for share, (_, high) in zip(shares, ends, strict=True)],
-            ]
-            axes.errorbar(
-                places,
-                shares,
-                yerr=reach,
-                fmt=looks.dashes,
-                marker=looks.marker,
-                markersize=4,
-                color=looks.colour,
-                elinewidth=0.8,
-            )
-        axes.set_xticks(range(len(bands(group))), [_band(band) for band in bands(group)], fontsize=8)
-        axes.set_ylim(-0.03, 1.05)
-        axes.set_xlabel("place of the document that the question names")
-        axes.set_ylabel("exact match")
-        name_marks(axes, policies, lines=True)
-
-    alt = "; ".join(
-        f"{policy_words(policy)}: {', '.join(format_number(share.share, 2) for _, share in found)}"
-        for policy, found in points.items()
-    )
-    return draw(
-        paint, title=titled("Right answers by place", _setting(group)), alt=alt, caption="With Wilson's intervals."
-    )

@@ -158,34 +158,47 @@ def piece_cpu_seconds(index: Any, queries: Vectors) -> float:
     return median(budget.seen_s[_PIECES // 2 :])
 
 
-class RealBatches:
-    """All that wait, in one call of FAISS for each nprobe; `by_clusters`: one query after another on all cores."""
+class Batches:
+    """All that wait, in one call for each nprobe."""
 
-    def __init__(
-        self, index: Any, queries: Vectors, nprobes: Sequence[int], cores: int, *, by_clusters: bool = False
-    ) -> None:
-        self._index, self._queries, self._nprobes = index, queries, nprobes
-        self._cores, self._mode = cores, int(by_clusters)
+    def __init__(self, nprobes: Sequence[int]) -> None:
+        self._nprobes = nprobes
         self._waiting: list[int] = []
 
     def submit(self, number: int) -> None:
         self._waiting.append(number)
 
     def step(self, end: Callable[[int], None]) -> bool:
-        faiss = load_faiss()
         batch, self._waiting = self._waiting, []
+        for nprobe in dict.fromkeys(self._nprobes[number] for number in batch):
+            numbers = [number for number in batch if self._nprobes[number] == nprobe]
+            self.search(numbers, nprobe)
+            for number in numbers:
+                end(number)
+        return bool(batch)
+
+    def search(self, numbers: Sequence[int], nprobe: int) -> None:
+        raise NotImplementedError
+
+
+class RealBatches(Batches):
+    """In calls of FAISS; `by_clusters`: one query after another on all cores."""
+
+    def __init__(
+        self, index: Any, queries: Vectors, nprobes: Sequence[int], cores: int, *, by_clusters: bool = False
+    ) -> None:
+        super().__init__(nprobes)
+        self._index, self._queries, self._cores, self._mode = index, queries, cores, int(by_clusters)
+
+    def search(self, numbers: Sequence[int], nprobe: int) -> None:
+        faiss = load_faiss()
         faiss.omp_set_num_threads(self._cores)
         self._index.parallel_mode = self._mode
         try:
-            for nprobe in dict.fromkeys(self._nprobes[number] for number in batch):
-                numbers = [number for number in batch if self._nprobes[number] == nprobe]
-                self._index.search(self._queries[numbers], _K, params=faiss.SearchParametersIVF(nprobe=nprobe))
-                for number in numbers:
-                    end(number)
+            self._index.search(self._queries[numbers], _K, params=faiss.SearchParametersIVF(nprobe=nprobe))
         finally:
             self._index.parallel_mode = 0
             faiss.omp_set_num_threads(1)
-        return bool(batch)
 
 
 class RealPieces:
@@ -240,27 +253,18 @@ def paper_sizes() -> NDArray[np.int64]:
     return sizes
 
 
-class VirtualBatches:
+class VirtualBatches(Batches):
     """See `RealBatches`."""
 
     def __init__(
         self, index: VirtualIndex, costs: ScanCosts, cores: int, clock: VirtualClock, *, by_clusters: bool
     ) -> None:
+        super().__init__(index.nprobes)
         self._index, self._costs, self._cores, self._clock = index, costs, cores, clock
         self._by_clusters = by_clusters
-        self._waiting: list[int] = []
 
-    def submit(self, number: int) -> None:
-        self._waiting.append(number)
-
-    def step(self, end: Callable[[int], None]) -> bool:
-        batch, self._waiting = self._waiting, []
-        for nprobe in dict.fromkeys(self._index.nprobes[number] for number in batch):
-            numbers = [number for number in batch if self._index.nprobes[number] == nprobe]
-            self._clock.spend(self._seconds(numbers))
-            for number in numbers:
-                end(number)
-        return bool(batch)
+    def search(self, numbers: Sequence[int], nprobe: int) -> None:
+        self._clock.spend(self._seconds(numbers))
 
     def _seconds(self, numbers: Sequence[int]) -> float:
         codes = [self._index.sizes[self._index.visits[number]] for number in numbers]

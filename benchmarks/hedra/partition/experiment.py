@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ragorder.benchmarks.common.pictures import draw_lines
-from ragorder.benchmarks.common.served import MEAN, Cells, cells_along, faster, faster_entry
+from ragorder.benchmarks.common.served import Cells, cells_along, faster_entry
 from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.machine import load_average
-from ragorder.eval.report.canvas import Picture
+from ragorder.eval.report.lines import draw_table
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Table
 from ragorder.eval.report.words import format_number
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     """Each policy's engine with its clock, and a function that measures the facts."""
 
 _LOOKS = {
+    "batches": "retrieval",
     "batches by clusters": "sorted",
     "equal shares": "none",
     "oldest first": "earned",
@@ -179,10 +179,9 @@ def _facts(costs: ScanCosts) -> dict[str, float]:
 
 def make_part(suite: Suite, results: Results) -> Part:
     found = cells_along("load", Partition, suite, results)
-    return Part(
-        [_table(each, suite.baseline) for each in found],
-        pictures=lambda: [picture for each in found for picture in _picture(each, suite.baseline)],
-    )
+    tables = [_table(each, suite.baseline) for each in found]
+    lines = [table for table in tables if len(table.headings) > 2]
+    return Part(tables, pictures=lambda: [draw_table(each, "", "mean latency, ms", rows=_LOOKS) for each in lines])
 
 
 def _title(cell: PartitionCell) -> str:
@@ -203,30 +202,3 @@ def _table(cells: Cells, baseline: str) -> Table:
         piece_us = format_number(sum(pieces) / len(pieces), 0)
         table.note += f" A piece takes {piece_us} µs of CPU time beside its scan, with 100 searches in flight."
     return table
-
-
-def _picture(cells: Cells, baseline: str) -> Iterable[Picture]:
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for cell, group in cells:
-        for policy in group.policies:
-            compared = group.compare(policy, baseline, MEAN)
-            if compared is not None:
-                lines.setdefault(policy, []).append((cell.load, faster(compared.difference)))
-    if len(cells) < 2 or not lines:
-        return
-
-    alt = "; ".join(
-        f"{policy}: {', '.join(f'{format_number(times, 2)} at {load:g}' for load, times in points)}"
-        for policy, points in lines.items()
-    )
-    yield draw_lines(
-        "Mean latency by load",
-        lines,
-        "load",
-        f"times as fast as {baseline}",
-        alt=alt,
-        caption=_title(cells[0][0]),
-        looks=_LOOKS,
-        level=1,
-        adjust=lambda axes: axes.set_ylim(bottom=0),
-    )

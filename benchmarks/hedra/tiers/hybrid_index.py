@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,8 @@ from ragorder.benchmarks.common.served import Cells, cells_along, faster_entry
 from ragorder.benchmarks.common.vectors import build_index, clustered, embedded
 from ragorder.benchmarks.hedra.locality import skew
 from ragorder.eval.data.machine import load_average
-from ragorder.eval.report.canvas import Picture, draw, style
 from ragorder.eval.report.groups import RecordGroup
+from ragorder.eval.report.lines import draw_table
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Table
 from ragorder.eval.report.words import format_number
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     Vectors = NDArray[np.float32]
 
 _BOTH = "file and memory"
+_PICTURED = {"hit share, %": "earned", "work in as many clusters, %": "retrieval"}
 _EVERY = 50
 _WARMUP = 0.5
 _SHARE = 0.2
@@ -207,10 +208,8 @@ def latencies(
 
 def make_part(suite: Suite, results: Results) -> Part:
     found = cells_along("held", HybridIndex, suite, results)
-    return Part(
-        [_table(each, suite.baseline) for each in found],
-        pictures=lambda: [picture for each in found for picture in _picture(each)],
-    )
+    tables = [_table(each, suite.baseline) for each in found]
+    return Part(tables, pictures=lambda: [draw_table(each, "", "%", rows=_PICTURED) for each in tables])
 
 
 def _name(cells: Cells) -> str:
@@ -237,21 +236,3 @@ def _table(cells: Cells, baseline: str) -> Table:
         table.add(f"{policy}, ms", *(faster_entry(group, policy, baseline, interval=False) for _, group in cells))
     table.note = "Hit share: of the codes scanned, after the first half of the searches. Mean latency of one search."
     return table
-
-
-def _picture(cells: Cells) -> Iterable[Picture]:
-    points = [(100 * cell.held, _hit_share(group)) for cell, group in cells if group.runs(_BOTH)]
-    if len(points) < 2:
-        return
-
-    def paint(axes: Any) -> None:
-        looks, plain = style("earned"), style("retrieval")
-        axes.plot(*zip(*points, strict=True), looks.dashes, marker=looks.marker, color=looks.colour)
-        axes.plot((0, 100), (0, 100), plain.dashes, color=plain.colour, linewidth=1)
-        axes.set_xlabel("clusters held, %")
-        axes.set_ylabel("codes scanned in memory, %")
-        axes.set_xlim(0, 1.1 * points[-1][0])
-        axes.set_ylim(0, 100)
-
-    alt = ", ".join(f"{format_number(hit)} % at {format_number(held, 0)} % held" for held, hit in points)
-    yield draw(paint, title="Hits of the fast tier", alt=alt, caption=f"{_name(cells)}; dashed: without skew.")

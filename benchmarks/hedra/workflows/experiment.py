@@ -13,13 +13,14 @@ from ragorder.benchmarks.common.vectors import build_index, embedded
 from ragorder.benchmarks.hedra.workflows.cells import CLUSTERS, System, WorkflowsCell
 from ragorder.common.files import cache_folder
 from ragorder.eval.data.arrivals import poisson_arrivals
-from ragorder.eval.data.retrieval import DenseRetriever, default_model
+from ragorder.eval.data.retrieval import DenseRetriever
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import format_number, range_words
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
+from ragorder.kernels.preprocessing.encoder import default_model
 from ragorder.pipelining.workflow.transformations import (
     OrderDocuments,
     Reorder,

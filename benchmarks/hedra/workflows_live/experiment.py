@@ -21,7 +21,7 @@ from ragorder.benchmarks.hedra.workflows.script import WORKFLOWS
 from ragorder.common.extras import install_hint
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.machine import load_average
-from ragorder.eval.data.retrieval import DenseRetriever, default_model
+from ragorder.eval.data.retrieval import DenseRetriever
 from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.report.declared import Block, Column, Row, TableForm, figure, tables_of
 from ragorder.eval.report.part import Part
@@ -31,6 +31,7 @@ from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.eval.running.load import rotated
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
+from ragorder.kernels.preprocessing.encoder import default_model
 
 if TYPE_CHECKING:
     from ragorder.benchmarks.hedra.workflows_live.measuring import LiveEngine, LiveMaterials

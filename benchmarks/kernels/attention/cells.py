@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.cells import SeedlessCell
 from ragorder.eval.running.record import Record
 
 TOLERANCE = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1.6e-2}
@@ -22,7 +22,7 @@ def _heads(value: str) -> str:
     return value
 
 
-class AttentionCell(SuiteCell):
+class AttentionCell(SeedlessCell):
     """`batch` requests, each of `query` new tokens after `context` cached ones, or `scattered` evenly in the place of
     some of these, the last one at the end; `heads`: "32/8" (query/KV). Without `timed`, results are checked only."""
 
@@ -42,10 +42,6 @@ class AttentionCell(SuiteCell):
         if self.scattered and self.query > self.context:
             raise ValueError(f"{self.query} tokens cannot be scattered among {self.context}: give a smaller query")
         return self
-
-    @property
-    def varies_with_seed(self) -> bool:
-        return False
 
     @property
     def shape(self) -> dict[str, Any]:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, ClassVar
 
-from ragorder.benchmarks.common.pictures import draw_lines
 from ragorder.benchmarks.kernels.attention.cells import TOLERANCE, AttentionCell, AttentionRecord
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.groups import RecordGroup, group_runs
+from ragorder.eval.report.lines import draw_lines
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import format_number

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar, Literal
 
+from ragorder.benchmarks.common.served import Speedup
 from ragorder.benchmarks.kernels.embedded.cells import (
     BLOCKING,
     EXACTLY,
@@ -26,7 +25,7 @@ from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.compared import Mark, draw_marks
 from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.statistics import PairedDifference, Statistic, StatisticsError, compare, need_scipy
+from ragorder.eval.report.statistics import Statistic, StatisticsError, need_scipy
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import format_number
 from ragorder.eval.running.measures import percentile
@@ -150,16 +149,6 @@ _STORED = {"device": "on the device", "host": "in host memory", "disk": "on the 
 _CLOCKS = {"wall_ms": "wall ms", "cpu_ms": "CPU ms"}
 
 
-@dataclass(frozen=True, slots=True)
-class Speedup:
-    """How many times shorter an arm's time is, with its 95 % interval; whether the goal is met ("": there is none)."""
-
-    ratio: float
-    low: float
-    high: float
-    met: Literal["met", "not met", "not decided", ""]
-
-
 def required(cell: EmbeddedCell, arm: str) -> float | None:
     """The goal: the least speed-up of an arm."""
     if cell.measure == "fused" and (cell.documents, cell.document_tokens, cell.batch) == (10, 200, 1):
@@ -184,11 +173,8 @@ def judge(
     statistic: Statistic = "p50",
 ) -> Speedup:
     """Paired row by row. Raises StatisticsError for different seeds or rows."""
-    columns = values_of(baseline, clock), values_of(ours, clock)
-    found = compare(*columns, statistic=statistic, relative=True, better="lower")
-    ratio, low, high = (_shorter(value) for value in (found.difference, found.high, found.low))
     least = required(ours[0].setting, ours[0].policy)
-    return Speedup(ratio, low, high, "" if least is None else _met(found, ratio, low, least))
+    return Speedup.of(values_of(baseline, clock), values_of(ours, clock), least, statistic)
 
 
 def median(values: Sequence[float]) -> tuple[float, float, float]:
@@ -207,16 +193,6 @@ def median(values: Sequence[float]) -> tuple[float, float, float]:
         random_state=np.random.default_rng(0),
     ).confidence_interval
     return middle, float(found.low), float(found.high)
-
-
-def _shorter(difference: float) -> float:
-    return 0.0 if difference == math.inf else 1 / max(1e-9, 1 + difference)
-
-
-def _met(found: PairedDifference, ratio: float, low: float, least: float) -> Literal["met", "not met", "not decided"]:
-    if ratio < least:
-        return "not met"
-    return "met" if found.known and low >= least else "not decided"
 
 
 def make_part(suite: Suite, results: Results) -> Part:
@@ -356,9 +332,7 @@ def _ms(value: float) -> str:
 def _ratio(speedup: Speedup | None) -> Entry:
     if speedup is None:
         return Entry("–")
-    return Entry(
-        f"{format_number(speedup.ratio, 2)} ×", f"[{format_number(speedup.low, 2)}, {format_number(speedup.high, 2)}]"
-    )
+    return Entry(f"{format_number(speedup.ratio, 2)} ×", speedup.interval)
 
 
 def _seeds(group: _Group) -> str:

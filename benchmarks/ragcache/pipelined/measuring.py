@@ -65,7 +65,7 @@ class SearchPlan:
 
 
 def plan_search(
-    kind: Literal["ivf", "hnsw"], vectors: Vectors, *, ratio: float, stages: int, growth: str, top_k: int, seed: int = 0
+    kind: Literal["ivf", "hnsw"], vectors: Vectors, *, ratio: float, stages: int, growth: str, top_k: int
 ) -> SearchPlan:
     """A search by inner product. "ivf": `ratio` of at most 128 clusters, in stages of `growth` "equal" or "geometric".
     "hnsw": `ratio` is efSearch / 512; each stage has four times the last one's, and starts over. Raises ImportError."""
@@ -80,7 +80,7 @@ def plan_search(
     clusters = min(_CLUSTERS, len(vectors))
     quantizer = faiss.IndexFlatIP(vectors.shape[1])
     index = faiss.IndexIVFFlat(quantizer, vectors.shape[1], clusters, faiss.METRIC_INNER_PRODUCT)
-    index.cp.min_points_per_centroid, index.cp.seed = 1, seed + 1
+    index.cp.min_points_per_centroid, index.cp.seed = 1, 1
     index.train(vectors)
     index.add(vectors)
     probes = max(1, round(ratio * clusters))

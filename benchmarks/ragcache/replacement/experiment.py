@@ -6,6 +6,7 @@ import random
 import re
 import time
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -50,78 +51,30 @@ _PROFILE = PrefillProfile(
 """With the shape of a measured one; its times do not matter here."""
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulingTimes:
-    """Wall and thread CPU times of a request; `evicted` and `inserted` are documents a request."""
+def measure_scheduling(*, nodes: int, top_k: int, requests: int, policy: str, seed: int) -> dict[str, Any]:
+    """Fill a tier until it holds `nodes` documents, then time requests on it.
 
-    policy: str
-    history: bool
-    nodes: int
-    top_k: int
-    requests: int
-    p50_ms: float
-    p99_ms: float
-    max_ms: float
-    cpu_p50_ms: float
-    cpu_p99_ms: float
-    cpu_max_ms: float
-    hit_ratio: float
-    inserted: float
-    evicted: float
-
-
-@dataclass(slots=True)
-class _Counts:
-    hits: int = 0
-    inserted: int = 0
-    evicted: int = 0
-
-
-def measure_scheduling(
-    *,
-    nodes: int = 100_000,
-    top_k: int = 5,
-    requests: int = 20_000,
-    policy: str = "pgdsf",
-    history: bool = True,
-    seed: int = 0,
-) -> SchedulingTimes:
-    """Fill a tier until it holds `nodes` documents, then time requests on it. Raises ValueError."""
-    tier = Tier(make_policy(policy), History(nodes) if history else None)
+    Wall and thread CPU times of a request; `evicted` and `inserted` are documents a request.
+    """
+    name, history = policy.removesuffix(HISTORY), policy.endswith(HISTORY)
+    tier = Tier(make_policy(name), History(nodes) if history else None)
     stream = _requests(random.Random(seed), corpus=2 * nodes + top_k, top_k=top_k)
-    filling, counts = _Counts(), _Counts()
+    counts: Counter[str] = Counter()
     while len(tier) < nodes:
-        _serve(tier, next(stream), 1 << 62, filling)
-    capacity = tier.used
-    clock_ns, cpu_ns = [], []
+        _serve(tier, next(stream), 1 << 62, Counter())
+    capacity, clock_ns, cpu_ns = tier.used, [], []
     for _ in range(requests):
         documents = next(stream)
         begun = time.perf_counter_ns(), time.thread_time_ns()
         _serve(tier, documents, capacity, counts)
         cpu_ns.append(time.thread_time_ns() - begun[1])
         clock_ns.append(time.perf_counter_ns() - begun[0])
-    p50_ms, p99_ms, max_ms = _milliseconds(clock_ns)
-    cpu_p50_ms, cpu_p99_ms, cpu_max_ms = _milliseconds(cpu_ns)
-    return SchedulingTimes(
-        policy=policy,
-        history=history,
-        nodes=len(tier),
-        top_k=top_k,
-        requests=requests,
-        p50_ms=p50_ms,
-        p99_ms=p99_ms,
-        max_ms=max_ms,
-        cpu_p50_ms=cpu_p50_ms,
-        cpu_p99_ms=cpu_p99_ms,
-        cpu_max_ms=cpu_max_ms,
-        hit_ratio=counts.hits / (requests * top_k),
-        inserted=counts.inserted / requests,
-        evicted=counts.evicted / requests,
-    )
-
-
-def _milliseconds(times_ns: Sequence[int]) -> tuple[float, float, float]:
-    return percentile(times_ns, 50) / 1e6, percentile(times_ns, 99) / 1e6, max(times_ns) / 1e6
+    found = {"policy": name, "history": history, "nodes": len(tier), "top_k": top_k, "requests": requests}
+    for clock, times_ns in (("", clock_ns), ("cpu_", cpu_ns)):
+        ends_ns = percentile(times_ns, 50), percentile(times_ns, 99), max(times_ns)
+        found |= {f"{clock}{name}_ms": ns / 1e6 for name, ns in zip(("p50", "p99", "max"), ends_ns, strict=True)}
+    shares = {name: counts[name] / requests for name in ("inserted", "evicted")}
+    return found | {"hit_ratio": counts["hits"] / (requests * top_k), **shares}
 
 
 def _requests(rng: random.Random, corpus: int, top_k: int) -> Iterator[list[_Document]]:
@@ -134,7 +87,7 @@ def _requests(rng: random.Random, corpus: int, top_k: int) -> Iterator[list[_Doc
         yield [(number.to_bytes(8, "big"), lengths[number]) for number in chosen]
 
 
-def _serve(tier: Tier, documents: Sequence[_Document], capacity: int, counts: _Counts) -> None:
+def _serve(tier: Tier, documents: Sequence[_Document], capacity: int, counts: Counter[str]) -> None:
     keys: list[bytes] = []
     above = b""
     for name, _ in documents:
@@ -150,10 +103,10 @@ def _serve(tier: Tier, documents: Sequence[_Document], capacity: int, counts: _C
     if evicted is not None:
         for place in range(held, len(keys)):
             tier.insert(keys[place], documents[place][1], keys[place - 1] if place else None)
-        counts.inserted += len(keys) - held
-        counts.evicted += len(evicted)
+        counts["inserted"] += len(keys) - held
+        counts["evicted"] += len(evicted)
     tier.use(keys, cost=cost, computed=set(keys[held:]))
-    counts.hits += held
+    counts["hits"] += held
 
 
 KIB_PER_TOKEN = 128
@@ -334,7 +287,10 @@ class Replacement(Experiment):
         """Raises WorkloadError or CorpusError for a stream that cannot be drawn."""
         cell: ReplacementCell = job.cell
         if cell.measure == "scheduling":
-            return _time(cell, job.seed, policy, job.requests)
+            assert cell.nodes is not None
+            shape: dict[str, Any] = {"nodes": cell.nodes, "top_k": cell.top_k, "requests": job.requests}
+            load = load_average()
+            return {"load_average": load, "scheduling": measure_scheduling(**shape, policy=policy, seed=job.seed)}
         stream, working_set = self._stream(job)
         assert cell.device is not None and cell.host is not None
         sizes = [TierSize.parse(each) for each in (cell.device, cell.host)]
@@ -376,22 +332,6 @@ def _rows(stream: DocumentStream, found: Simulated) -> dict[str, list[Any]]:
         "host_hits": [served.host_hits for served in found.served],
         "prefill_ms": [round(1e3 * served.seconds, 1) for served in found.served],
     }
-
-
-def _time(cell: ReplacementCell, seed: int, policy: str, requests: int) -> dict[str, Any]:
-    from ragorder.benchmarks.ragcache.replacement.experiment import measure_scheduling
-
-    assert cell.nodes is not None
-    load = load_average()
-    times = measure_scheduling(
-        nodes=cell.nodes,
-        top_k=cell.top_k,
-        requests=requests,
-        policy=policy.removesuffix(HISTORY),
-        history=policy.endswith(HISTORY),
-        seed=seed,
-    )
-    return {"load_average": load, "scheduling": asdict(times)}
 
 
 def _draw(job: Job) -> DocumentStream:

@@ -8,11 +8,11 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from ragorder.benchmarks.common.pictures import draw_lines
 from ragorder.benchmarks.ragcache.replacement.experiment import KIB_PER_TOKEN, ReplacementRecord
 from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.compared import Compared
 from ragorder.eval.report.groups import RecordGroup, group_runs
+from ragorder.eval.report.lines import draw_lines, from_zero
 from ragorder.eval.report.metrics import Metric
 from ragorder.eval.report.paper import number
 from ragorder.eval.report.part import Part
@@ -361,11 +361,6 @@ def _picture(words: str, x: str, panel: Sequence[_Group], metric: Metric) -> Pic
     values = {policy: [group.value(policy, metric) for group in panel] for policy in policies}
     drawn = {policy: [each for each in line if each is not None] for policy, line in values.items() if None not in line}
 
-    def adjust(axes: Any) -> None:
-        axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
-        axes.set_xticks(range(len(ticks)), ticks)
-        axes.grid(axis="x", visible=False)
-
     lines = {policy: list(enumerate(line)) for policy, line in drawn.items()}
     words_of = {policy: _words(policy) for policy in drawn}
     said = "; ".join(
@@ -373,5 +368,5 @@ def _picture(words: str, x: str, panel: Sequence[_Group], metric: Metric) -> Pic
         for policy, line in drawn.items()
     )
     title = f"{metric.name.capitalize()} by {axis_words(x).partition(',')[0]} ({words})"
-    x_words, looks = axis_words(x), _LOOKS
-    return draw_lines(title, lines, x_words, metric.heading, alt=said, looks=looks, words=words_of, adjust=adjust)
+    shown: dict[str, Any] = {"looks": _LOOKS, "words": words_of, "ticks": ticks, "adjust": from_zero}
+    return draw_lines(title, lines, axis_words(x), metric.heading, alt=said, **shown)

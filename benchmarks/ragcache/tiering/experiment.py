@@ -17,10 +17,10 @@ from ragorder.adapters.http_client import ServerError
 from ragorder.adapters.observing.tier_stats import SOURCES, Hits, fetch_hits
 from ragorder.adapters.vllm.server_profile import measure_server
 from ragorder.adapters.vllm_tiers import TierSettings
-from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.trace import Trace, trace_of_corpus
 from ragorder.eval.engines.base import EngineError, RequestError
+from ragorder.eval.engines.models import built_prompts, random_model
 from ragorder.eval.engines.openai import OpenAIEngine
 from ragorder.eval.engines.prompts import Prompts
 from ragorder.eval.engines.server import VLLMServer
@@ -31,7 +31,6 @@ from ragorder.trie.policies import POLICIES
 from ragorder.trie.profile import PrefillProfile
 
 if TYPE_CHECKING:
-    from ragorder.eval.running.options import Options
     from ragorder.eval.running.record import Floats
 
 ARMS = ("apc", "tiers")
@@ -282,8 +281,9 @@ class Tiering(Experiment):
     one_job = True
     policies: ClassVar[Any] = ARMS
 
-    _drawn: _PromptStreams | None = None
-    _running: tuple[object, Mapping[str, VLLMServer], dict[str, Any]] | None = None
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._drawn: dict[object, dict[int, PromptStream]] = {}
 
     def asked(self, suite: Suite) -> Sequence[str]:
         """Both arms or neither: tiers are compared with the prefix cache alone."""
@@ -305,15 +305,10 @@ class Tiering(Experiment):
         return len(ARMS) * job.requests
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
-        from ragorder.benchmarks.ragcache.tiering.experiment import measure
-
         cell: TieringCell = job.cell
-        if self._drawn is None:
-            self._drawn = _PromptStreams(self.options)
-        model = self._drawn.model
-        assert job.corpus is not None
-        streams = self._drawn.take(cell, job.corpus, job.requests)
-        servers, facts = self._servers(job, streams, model)
+        model = self.options.model or random_model()
+        streams = self._streams(job, model)
+        servers, facts = self.kept((job.suite.name, repr(cell)), lambda: self._start(cell, streams, model))
         stream = streams[job.seed]
         # A shorter run has as large a share of warm-up.
         warmup = len(stream.prompts) * job.suite.warmup // job.suite.requests
@@ -330,47 +325,30 @@ class Tiering(Experiment):
                     "rows": {name: getattr(turn, name) for name in ("ttft_ms", "cached_tokens", "prompt_tokens")},
                 }
 
-    def _servers(
-        self, job: Job, streams: Mapping[int, PromptStream], model: Path
+    def _start(
+        self, cell: TieringCell, streams: Mapping[int, PromptStream], model: Path
     ) -> tuple[Mapping[str, VLLMServer], dict[str, Any]]:
-        from ragorder.benchmarks.ragcache.tiering.experiment import pair_of_servers
+        sizes = make_sizes(
+            cell.tier, list(streams.values()), block_size=cell.block_size, bytes_per_token=_bytes_per_token(model)
+        )
+        longest = max(stream.longest_tokens for stream in streams.values())
+        settings = {"policy": cell.replacement, "device_order": cell.device_order}
+        pair = pair_of_servers(sizes, model, block_size=cell.block_size, longest_tokens=longest, settings=settings)
+        servers, profile = self.resources.enter_context(pair)
+        return servers, {**asdict(sizes), "profile": profile.as_json()}
 
-        cell: TieringCell = job.cell
-        same = (job.suite.name, repr(cell))
-        if self._running is None or self._running[0] != same:
-            self.resources.close()
-            self._running = None
-            sizes = make_sizes(
-                cell.tier, list(streams.values()), block_size=cell.block_size, bytes_per_token=_bytes_per_token(model)
-            )
-            longest = max(stream.longest_tokens for stream in streams.values())
-            settings = {"policy": cell.replacement, "device_order": cell.device_order}
-            pair = pair_of_servers(sizes, model, block_size=cell.block_size, longest_tokens=longest, settings=settings)
-            servers, profile = self.resources.enter_context(pair)
-            self._running = same, servers, {**asdict(sizes), "profile": profile.as_json()}
-        return self._running[1:]
-
-
-class _PromptStreams:
-    def __init__(self, options: Options) -> None:
-        from ragorder.eval.engines.models import built_prompts, random_model
-
-        self.model = options.model or random_model()
-        self._options = options
-        self._prompts = built_prompts(self.model)
-        self._drawn: dict[object, dict[int, PromptStream]] = {}
-
-    def take(self, cell: TieringCell, corpus: Corpus, count: int) -> dict[int, PromptStream]:
-        key = (cell.stream, count)
+    def _streams(self, job: Job, model: Path) -> dict[int, PromptStream]:
+        """By seed."""
+        cell, corpus = job.cell, job.corpus
+        assert corpus is not None, "a cell has a corpus"
+        key = (cell.stream, job.requests)
         if key not in self._drawn:
-            self._drawn[key] = {
-                seed: make_stream(
-                    trace_of_corpus(corpus, top_k=cell.top_k, order="random", seed=seed, limit=count),
-                    self._prompts,
-                    cell.block_size,
-                )
-                for seed in self._options.seeds
+            prompts = built_prompts(model)
+            traces = {
+                seed: trace_of_corpus(corpus, top_k=cell.top_k, order="random", seed=seed, limit=job.requests)
+                for seed in self.options.seeds
             }
+            self._drawn[key] = {seed: make_stream(trace, prompts, cell.block_size) for seed, trace in traces.items()}
         return self._drawn[key]
 
 

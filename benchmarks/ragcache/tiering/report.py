@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ragorder.adapters.observing.tier_stats import SOURCES, TIERS
+from ragorder.benchmarks.common.served import Speedup
 from ragorder.benchmarks.ragcache.tiering.experiment import ARMS, TieringRecord
 from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.compared import Compared, Mark, draw_marks
 from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.metrics import TTFT_MEAN
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.statistics import PairedDifference, StatisticsError, compare
+from ragorder.eval.report.statistics import StatisticsError, compare
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, change_words, format_number, seeds_by_row, served_words, verdict_words
 from ragorder.eval.running.reading import Results
@@ -28,7 +27,6 @@ REQUIRED = 1.5
 MOST_WORSE = 0.03
 """The largest slow-down, where the working set fits the device."""
 GOALS = {"host": REQUIRED, "device": 1 / (1 + MOST_WORSE)}
-Met = Literal["met", "not met", "not decided", ""]
 _FITS = {
     "device": "the device's pool",
     "host": "host memory",
@@ -45,45 +43,9 @@ _ALONE, _WITH = ARMS
 _Group = RecordGroup[TieringRecord]
 
 
-@dataclass(frozen=True, slots=True)
-class TierVerdict:
-    """`ratio` is the speed-up with its interval (0 to inf: too few requests); `met` is "" without a goal."""
-
-    apc_ms: float
-    tiers_ms: float
-    ratio: float
-    low: float
-    high: float
-    met: Met
-    by_seed: tuple[float, ...]
-
-    @property
-    def known(self) -> bool:
-        return self.low > 0 and math.isfinite(self.high)
-
-
-def judge(room: str, apc: Sequence[Sequence[float] | Floats], tiers: Sequence[Sequence[float] | Floats]) -> TierVerdict:
-    """Compare both arms' times, paired request by request. Raises StatisticsError."""
-    found = compare(apc, tiers, relative=True, better="lower")
-    low, high = _faster(found.high), _faster(found.low)
-    by_seed = tuple(map(_faster, found.by_seed))
-    return TierVerdict(
-        found.baseline, found.value, _faster(found.difference), low, high, _met(room, found, low), by_seed
-    )
-
-
-def _faster(difference: float) -> float:
-    """A relative difference of times as a ratio of speeds."""
-    return math.inf if difference <= -1 else 1 / (1 + difference)
-
-
-def _met(room: str, found: PairedDifference, low: float) -> Met:
-    least = GOALS.get(room)
-    if least is None:
-        return ""
-    if _faster(found.difference) < least:
-        return "not met"
-    return "met" if low >= least else "not decided"
+def judge(room: str, apc: Sequence[Sequence[float] | Floats], tiers: Sequence[Sequence[float] | Floats]) -> Speedup:
+    """Compare both arms' mean times, paired request by request. Raises StatisticsError."""
+    return Speedup.of(apc, tiers, GOALS.get(room), "mean")
 
 
 def _arm(group: _Group, arm: str) -> list[TieringRecord]:
@@ -95,7 +57,7 @@ def _sides(group: _Group) -> list[list[Floats]]:
     return [[line.ttft_ms for line in _arm(group, arm)] for arm in ARMS]
 
 
-def _verdict(group: _Group) -> TierVerdict | None:
+def _verdict(group: _Group) -> Speedup | None:
     try:
         return judge(str(group.cell["tier"]), *_sides(group))
     except StatisticsError:
@@ -131,7 +93,7 @@ def _engine(lines: Sequence[TieringRecord]) -> str:
     return "; ".join(dict.fromkeys(found))
 
 
-def _tables(groups: Sequence[tuple[_Group, TierVerdict]]) -> list[Table]:
+def _tables(groups: Sequence[tuple[_Group, Speedup]]) -> list[Table]:
     if not groups:
         return []
     headings = ["the working set fits", "pool, host, disk", "alone → with tiers, mean ms", "times shorter", "required"]
@@ -140,14 +102,15 @@ def _tables(groups: Sequence[tuple[_Group, TierVerdict]]) -> list[Table]:
     each, counted = seeds_by_row([[line.seed for line in _arm(group, _WITH)] for group, _ in groups])
     for (group, verdict), seeds in zip(groups, each, strict=True):
         alone, tiers = (_shares(group, arm) for arm in ARMS)
-        least = GOALS.get(str(group.cell["tier"]))
         table.rows.append(
             [
                 Entry(_fits(group), ", ".join(filter(None, (_stream(group), seeds)))),
                 _sizes(_arm(group, _WITH)[0]),
-                Entry(f"{format_number(verdict.apc_ms, 0)} → {format_number(verdict.tiers_ms, 0)}"),
+                Entry(f"{format_number(verdict.found.baseline, 0)} → {format_number(verdict.found.value, 0)}"),
                 _ratio(verdict),
-                Entry(verdict.met or "–", "" if least is None else f"{format_number(least, 2)} × or more"),
+                Entry(
+                    verdict.met or "–", "" if verdict.least is None else f"{format_number(verdict.least, 2)} × or more"
+                ),
                 *(_quantile(group, name) for name in ("p50", "p95")),
                 Entry(format_number(alone["device"])),
                 Entry(", ".join(format_number(tiers[tier]) for tier in TIERS)),
@@ -157,20 +120,20 @@ def _tables(groups: Sequence[tuple[_Group, TierVerdict]]) -> list[Table]:
     return [table]
 
 
-def _pictures(groups: Sequence[tuple[_Group, TierVerdict]]) -> list[Picture]:
-    groups = [(group, verdict) for group, verdict in groups if verdict.known]
+def _pictures(groups: Sequence[tuple[_Group, Speedup]]) -> list[Picture]:
+    groups = [(group, verdict) for group, verdict in groups if verdict.found.known]
     if not groups:
         return []
     axis = "mean TTFT, times shorter with tiers"
     marks = [Mark(_fits(group), verdict.ratio, verdict.low, verdict.high, verdict.by_seed) for group, verdict in groups]
     said = "; ".join(
-        f"{_fits(group)}: {format_number(verdict.ratio, 2)} times {_interval(verdict)}" for group, verdict in groups
+        f"{_fits(group)}: {format_number(verdict.ratio, 2)} times {verdict.interval}" for group, verdict in groups
     )
     caption = "What the working set fits; bars are 95 % intervals, strokes the seeds."
     return [draw_marks(marks, title="What tiers save", axis=axis, alt=said, caption=caption, baseline=1)]
 
 
-def _groups(lines: Sequence[TieringRecord]) -> list[tuple[_Group, TierVerdict]]:
+def _groups(lines: Sequence[TieringRecord]) -> list[tuple[_Group, Speedup]]:
     groups = group_runs([line for line in lines if line.policy in ARMS])
     return [(group, verdict) for group in groups if (verdict := _verdict(group)) is not None]
 
@@ -193,17 +156,12 @@ def _megabytes(size: int) -> str:
     return f"{format_number(size / 1e6, 0)}{THIN}MB"
 
 
-def _ratio(verdict: TierVerdict) -> Entry:
-    if not verdict.known:
+def _ratio(verdict: Speedup) -> Entry:
+    if not verdict.found.known:
         return Entry(f"{format_number(verdict.ratio, 2)} ×", "too few requests for an interval", "too few requests")
-    word = "better" if verdict.low > 1 else "worse" if verdict.high < 1 else "no difference"
     by_seed = ", ".join(format_number(ratio, 2) for ratio in verdict.by_seed)
     seeds = f"; {by_seed}" if len(verdict.by_seed) > 1 else ""
-    return Entry(f"{format_number(verdict.ratio, 2)} ×", f"{_interval(verdict)}{seeds}", word)
-
-
-def _interval(verdict: TierVerdict) -> str:
-    return f"[{format_number(verdict.low, 2)}, {format_number(verdict.high, 2)}]"
+    return Entry(f"{format_number(verdict.ratio, 2)} ×", f"{verdict.interval}{seeds}", verdict.found.verdict)
 
 
 def _quantile(group: _Group, statistic: Any) -> Entry:

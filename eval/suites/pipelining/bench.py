@@ -45,7 +45,7 @@ def pipeline_lines(
 ) -> Iterator[Line]:
     """Yield a line of results.jsonl for every policy on every trace and seed, with this pipeline and without, on one
     server. Retrieval is a pause of `delay_ms`. Modes take turns, or with `concurrency` run one after the other. Raises
-    BenchError, and as `run_bench` does."""
+    BenchError, and as `run_traces` does."""
     _check_pipeline(bench, pipeline, delay_ms)
     check_bench(bench)
     modes = ("none",) if pipeline == "none" else ("none", pipeline)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragorder.document import Document
-from ragorder.eval.data.retrieval import DenseRetriever, default_model
+from ragorder.eval.data.retrieval import DenseRetriever
 from ragorder.eval.suites.pipelining.server import Asked
+from ragorder.kernels.preprocessing.encoder import default_model
 from ragorder.pipelining import Provisional, Retrieval
 
 if TYPE_CHECKING:

@@ -8,11 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from ragorder.eval.data.machine import load_average
-from ragorder.eval.report.canvas import Picture, draw, label_ends, style
+from ragorder.eval.report.canvas import Picture
+from ragorder.eval.report.lines import draw_lines
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table, Tone
 from ragorder.eval.report.words import format_number
-from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.cells import SeedlessCell
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
@@ -21,7 +22,7 @@ from ragorder.trie.profile import PrefillProfile
 _Counts = Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, Field(strict=False)]
 
 
-class ProfileCell(SuiteCell):
+class ProfileCell(SeedlessCell):
     """Numbers of `cached` and `new` tokens (by default a series each), measured in `repeats` rounds; `block_size` of a
     server that does not publish it."""
 
@@ -29,10 +30,6 @@ class ProfileCell(SuiteCell):
     new: _Counts = None
     repeats: int = Field(5, ge=1)
     block_size: int | None = Field(None, ge=1)
-
-    @property
-    def varies_with_seed(self) -> bool:
-        return False
 
 
 class ProfileRecord(Record):
@@ -160,18 +157,7 @@ def doubts(facts: Mapping[str, Any]) -> Iterator[str]:
 def _picture(profile: PrefillProfile) -> Picture:
     chosen = dict.fromkeys((0, len(profile.cached_tokens) // 2, len(profile.cached_tokens) - 1))
     lines = [(profile.cached_tokens[place], [1e3 * s for s in profile.seconds[place]]) for place in chosen]
-
-    def paint(axes: Any) -> None:
-        ends = []
-        for (cached, ms), name in zip(lines, ("earned", "greedy", "sorted"), strict=False):
-            looks = style(name)
-            axes.plot(profile.new_tokens, ms, looks.dashes, marker=looks.marker, color=looks.colour)
-            ends.append((profile.new_tokens[-1], ms[-1], f"{cached:,} cached", looks))
-        axes.set_xlabel("new tokens")
-        axes.set_ylabel("time to the first token, ms")
-        label_ends(axes, ends)
-
     alt = "; ".join(f"{cached:,} cached: {', '.join(map(format_number, ms))} ms" for cached, ms in lines)
-    return draw(
-        paint, title="Prefill times", alt=alt, caption=f"{profile.facts['model']} on {profile.facts['engine']}."
-    )
+    points = {f"{cached:,} cached": list(zip(profile.new_tokens, ms, strict=True)) for cached, ms in lines}
+    caption = f"{profile.facts['model']} on {profile.facts['engine']}."
+    return draw_lines("Prefill times", points, "new tokens", "time to the first token, ms", alt=alt, caption=caption)

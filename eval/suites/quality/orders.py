@@ -111,18 +111,26 @@ def answer_fused(engine: TorchEngine, token_ids: PromptIds, fused: FusedReuse) -
 
     request = engine.request(token_ids)
     if len(token_ids.document_ends) > 1:
-        system, *ends = token_ids.document_ends
-        last = token_ids[ends[-1] :]
-        for begin, end in pairwise(token_ids.document_ends):
-            alone = PromptIds([*token_ids[:system], *token_ids[begin:end], *last], [system, system + end - begin])
-            _serve(engine, _marked(engine.request(alone, output_tokens=1)))
-        request = replace(_marked(request), fusion=Fusion(fused.recompute, fused.select))
+        for alone in documents_alone(token_ids):
+            _serve(engine, marked(engine.request(alone, output_tokens=1)))
+        request = replace(marked(request), fusion=Fusion(fused.recompute, fused.select))
     done = _serve(engine, request)
     engine.served.append(done)
     return done
 
 
-def _marked(request: Request) -> Request:
+def documents_alone(token_ids: PromptIds) -> list[PromptIds]:
+    """A prompt for each document, with it alone after the system prompt."""
+    system, *ends = token_ids.document_ends
+    last = token_ids[ends[-1] :]
+    return [
+        PromptIds([*token_ids[:system], *token_ids[begin:end], *last], [system, system + end - begin])
+        for begin, end in pairwise(token_ids.document_ends)
+    ]
+
+
+def marked(request: Request) -> Request:
+    """With the end of the system prompt apart from those of the documents."""
     system, *ends = request.document_ends
     return replace(request, document_ends=ends, prefix_tokens=system)
 

@@ -232,7 +232,7 @@ class Serving(Experiment):
 
     def serve(self, job: Job, advance: Callable[[], None]) -> list[Run]:
         """Return the served runs of the job's policies, each on an empty cache; an engine is kept until a job needs one
-        of another size. Raises as `run_bench` does."""
+        of another size. Raises as `run_traces` does."""
         pool, options, sizes = None, self.options, (job.cell.capacity.tokens, job.cell.block_size)
         base_url, events = options.base_url, options.events
         if options.engine in ("vllm", "torch"):

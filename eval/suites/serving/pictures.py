@@ -7,6 +7,7 @@ from typing import Any
 
 from ragorder.eval.report.canvas import CARD, INK, LINE, Picture, draw, label_ends, name_marks, style, titled
 from ragorder.eval.report.groups import Group
+from ragorder.eval.report.lines import draw_lines
 from ragorder.eval.report.metrics import CACHED, TTFT_P50
 from ragorder.eval.report.words import format_number, policy_words
 from ragorder.eval.running.suite import Suite
@@ -185,31 +186,21 @@ def _short(value: float) -> str:
 
 
 def along(group: Group) -> Picture | None:
-    import numpy as np
-
     lines = {policy: _tenths(group, policy) for policy in group.policies}
     lines = {policy: line for policy, line in lines.items() if line}
     if not lines or all(max(line) == 0 for line in lines.values()):
         return None
 
-    def paint(axes: Any) -> None:
-        ends = []
-        for policy, line in lines.items():
-            looks = style(policy)
-            axes.plot(
-                np.arange(1, len(line) + 1), line, looks.dashes, color=looks.colour, marker=looks.marker, markersize=4
-            )
-            ends.append((len(line), line[-1], policy_words(policy), looks))
+    def adjust(axes: Any) -> None:
         axes.set_ylim(0, max(1.0, max(max(line) for line in lines.values()) * 1.12))
         axes.set_xticks(range(1, 11))
-        axes.set_xlabel("tenth of the run")
-        axes.set_ylabel("cached, % of prompt tokens")
-        label_ends(axes, ends)
 
     said = ", ".join(
         f"{policy_words(p)} from {format_number(line[0])} to {format_number(line[-1])} %" for p, line in lines.items()
     )
-    return draw(paint, title=titled("Along the run", group.label), alt=said, caption="By tenth, all seeds together.")
+    points = {policy: list(enumerate(line, 1)) for policy, line in lines.items()}
+    shown: dict[str, Any] = {"alt": said, "caption": "By tenth, all seeds together.", "looks": {}, "adjust": adjust}
+    return draw_lines(titled("Along the run", group.label), points, "tenth of the run", CACHED.heading, **shown)
 
 
 def _tenths(group: Group, policy: str) -> list[float]:
@@ -354,25 +345,15 @@ def _depth(group: Group) -> Picture | None:
         return None
     shares = {p: [100 * float((depths >= d).mean()) for d in range(1, deepest + 1)] for p, depths in found.items()}
 
-    def paint(axes: Any) -> None:
-        ends = []
-        for policy, line in shares.items():
-            looks = style(policy)
-            places = np.arange(1, deepest + 1)
-            axes.plot(places, line, looks.dashes, marker=looks.marker, markersize=5, color=looks.colour)
-            ends.append((deepest, line[-1], policy_words(policy), looks))
+    def adjust(axes: Any) -> None:
         axes.set_ylim(0, 100)
         axes.set_xticks(range(1, deepest + 1, max(1, deepest // 8)))
-        axes.set_xlabel("at least so many documents cached")
-        axes.set_ylabel("requests, %")
-        label_ends(axes, ends)
 
     said = ", ".join(
         f"{policy_words(policy)} {format_number(line[0])} % at least one" for policy, line in shares.items()
     )
-    return draw(
-        paint,
-        title=titled("Hit depth", group.label),
-        alt=said,
-        caption="Whole documents from the first one on that were in the cache. Nothing was timed.",
-    )
+    points = {policy: list(enumerate(line, 1)) for policy, line in shares.items()}
+    caption = "Whole documents from the first one on that were in the cache. Nothing was timed."
+    shown: dict[str, Any] = {"alt": said, "caption": caption, "looks": {}, "adjust": adjust}
+    title = titled("Hit depth", group.label)
+    return draw_lines(title, points, "at least so many documents cached", "requests, %", **shown)

@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -16,11 +15,11 @@ from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.openai.endpoint import OpenAIStreams
 from ragorder.adapters.openai.prompts import OrderedPrompts, PromptRequest
 from ragorder.adapters.workflows import WorkflowPrompts, ordered_workflows
-from ragorder.benchmarks.hedra.client.far_end import far_end
-from ragorder.eval.data.machine import load_average
+from ragorder.benchmarks.common.turns import InTurns, median_ms, ms_columns
+from ragorder.benchmarks.proxy.client import instant_server
 from ragorder.eval.report.declared import Column, TableForm, figure, policy_column, ratio
-from ragorder.eval.running.cells import SuiteCell
-from ragorder.eval.running.suite import Experiment, Job, Line
+from ragorder.eval.running.cells import SeedlessCell
+from ragorder.eval.running.suite import Job, Line
 from ragorder.pipelining import AnswerChunk
 from ragorder.pipelining.workflow import RAGraph, hyde, interpret, irg, multistep
 
@@ -31,7 +30,7 @@ _WORKFLOWS: dict[str, Callable[[], RAGraph]] = {"multistep": multistep, "hyde": 
 _DOCUMENTS = [Document(f"d{number}", f"Passage {number} of the manual. " * 25) for number in range(64)]
 
 
-class ClientCell(SuiteCell):
+class ClientCell(SeedlessCell):
     """`requests` of a workflow, all at once; answers have `tokens`, each of `token_ms`; measured `repeats` times."""
 
     workflow: Literal["multistep", "hyde", "irg"] = "multistep"
@@ -40,34 +39,25 @@ class ClientCell(SuiteCell):
     token_ms: float = Field(4.0, ge=0)
     repeats: int = Field(5, ge=1)
 
-    @property
-    def varies_with_seed(self) -> bool:
-        return False
 
-
-class Client(Experiment):
+class Client(InTurns):
     """Column `ms`: processor time a request. Facts: `generations` sent, and those of them `streamed`, a request."""
 
     kind = "hedra-client"
     cell = ClientCell
-    columns = ("ms",)
     facts = ("generations", "streamed")
     policies: ClassVar[Any] = ("plain client", "streaming client", "stage by stage", "all")
-    unit = "repeats"
-    packages: ClassVar[Any] = {"openai": "live", "numpy": "retrieval"}
-    one_job = True
+    packages: ClassVar[Any] = {"openai": "live", "numpy": "retrieval", "uvicorn": "proxy"}
     tables = (
         TableForm(
             "Processor time of the client",
             [
                 Column("workflow", lambda row: row.cell.workflow),
                 policy_column("client"),
-                figure("ms a request", lambda run: median(run.rows["ms"]), 1),
-                figure("least", lambda run: min(run.rows["ms"]), 1),
-                figure("most", lambda run: max(run.rows["ms"]), 1),
+                *ms_columns("request", 1),
                 figure("generations", "generations", 1),
                 figure("streamed", "streamed", 1),
-                ratio("÷ plain client", lambda run: median(run.rows["ms"]), "plain client"),
+                ratio("÷ plain client", median_ms, "plain client"),
             ],
             note="Median, least and most of the repeats. Plain and streaming client: the openai client, one node after "
             "the other, documents in rank order; stage by stage and all: the workflow server, by its transformations.",
@@ -76,24 +66,12 @@ class Client(Experiment):
         ),
     )
 
-    def steps(self, job: Job) -> int:
-        return len(job.policies) * int(job.cell.repeats)
-
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
-        """Policies take turns."""
         cell: ClientCell = job.cell.model_copy(update={"requests": job.requests})
-        load = load_average()
-        times: dict[str, list[float]] = {policy: [] for policy in job.policies}
-        facts: dict[str, Any] = {}
-        with far_end(cell.tokens, cell.token_ms / 1000) as url:
-            for _ in range(cell.repeats):
-                for policy in job.policies:
-                    ms, facts[policy] = asyncio.run(measure(cell, policy, url))
-                    times[policy].append(round(ms, 3))
-                    advance()
-        for policy in job.policies:
-            line = {"policy": policy, "engine": {"name": "played"}, "load_average": load}
-            yield {**line, "facts": facts[policy], "rows": {"ms": times[policy]}}
+        options = ("--words", str(cell.tokens), "--word-s", str(cell.token_ms / 1000))
+        with instant_server(*options) as server:
+            url = f"http://127.0.0.1:{server.port}/v1"
+            yield from self.in_turns(job, advance, lambda policy: asyncio.run(measure(cell, policy, url)))
 
 
 class _Counted:

@@ -1,1 +1,0 @@
-"""Processor time of a workflow server as a client of an engine elsewhere."""
