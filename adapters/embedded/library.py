@@ -83,7 +83,7 @@ class Library:
         placement = plan_placement(budgets, costs, backlog=settings.max_requests)
         planned = dict(placement.engine_settings)
         kept = settings.model_fields_set - {"device_bytes", "host_bytes"}
-        if not kept & {"device_tokens", "max_batch_tokens"}:
+        if not kept & {"device_tokens", "max_batch_tokens", "kv_host_share"}:
             self.replanner = Replanner(placement, costs, most=settings.max_requests)
         changed = {name: value for name, value in planned.items() if name not in kept}
         return EngineSettings(**settings.model_dump(exclude_unset=True) | changed), placement
@@ -112,8 +112,9 @@ class Library:
         """Return where layers, KV and partitions are, in words."""
         weights, partitions = placement.weights, len(self._sizes.partitions)
         held = partitions if resident is None else resident
+        kv = f"; the KV of {placement.kv_host_layers} layers in host memory" * (placement.kv_host_layers > 0)
         return (
             f"Placement: of {weights.total} layers {weights.device} on the device, {weights.host} in host memory, "
-            f"{weights.disk} on the disk; {held} of {partitions} partitions in host memory; at most {placement.batch} "
-            f"questions at once, in steps of up to {placement.step_tokens:,} tokens"
+            f"{weights.disk} on the disk{kv}; {held} of {partitions} partitions in host memory; at most "
+            f"{placement.batch} questions at once, in steps of up to {placement.step_tokens:,} tokens"
         )

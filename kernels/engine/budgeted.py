@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import abc
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -81,6 +82,7 @@ def _plan_streamed(
         wanted_tokens=None if gpu else wanted_tokens(longest),
         max_batch_tokens=settings.max_batch_tokens,
         held="max_batch_tokens" in settings.model_fields_set,
+        kv_host_share=settings.kv_host_share,
     )
 
 
@@ -100,11 +102,12 @@ class StreamedMemory:
             }
         )
 
-    def make_cache(self, make: Callable[[int, int], KnowledgeCache]) -> KnowledgeCache:
-        blocks, host_bytes = self.plan.blocks, self.plan.host_kv_bytes
+    def make_cache(self, make: Callable[[int, int, abc.Sequence[int]], KnowledgeCache]) -> KnowledgeCache:
+        blocks, host_bytes, layers = self.plan.blocks, self.plan.host_kv_bytes, len(self.weights.layers)
+        in_host = Residency.spread(layers, layers - self.plan.kv_host_layers, self.plan.kv_host_layers).in_host
         while True:
             try:
-                return make(blocks, host_bytes)
+                return make(blocks, host_bytes, in_host)
             except (MemoryError, RuntimeError) as error:
                 if fault_of(error) != "memory":
                     raise
@@ -253,6 +256,20 @@ class MemoryPressure:
     def end_move(self) -> None:
         assert self._streamer is not None
         self._streamer.end_move()
+
+    @property
+    def kv_layers_in_host(self) -> tuple[int, ...]:
+        return self._cache.layers_in_host
+
+    def move_kv(self, in_host: int) -> bool:
+        """Move the pool's KV of one more layer, between two steps, so that it lies in host memory for `in_host` layers
+        in the end. Return False if it does. Raises MemoryError."""
+        layers, now = self._cache.shape.layers, self._cache.layers_in_host
+        wanted = Residency.of_host(layers, now).with_counts(layers - in_host, in_host).in_host
+        layer = next(iter({*now} ^ {*wanted}), None)
+        if layer is not None:
+            self._cache.move_layer(layer, to_host=layer in wanted)
+        return layer is not None
 
     def begin_place(self, placement: Placement, residency: Residency, unfinished: Collection[Sequence]) -> None:
         """Reduce what becomes smaller, and begin to move layers. Changes nothing if running requests need the KV that

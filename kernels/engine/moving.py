@@ -66,10 +66,23 @@ class Moves:
         with self._lock:
             self._ready()
             self._memory.begin_place(placement, residency, self._unfinished())
+            fewer = placement.kv_host_layers < len(self._memory.kv_layers_in_host)
+        # What makes room on the device comes first, what takes it last.
+        if not fewer:
+            self._carry_kv(placement.kv_host_layers)
         self._carry(residency)
+        if fewer:
+            self._carry_kv(placement.kv_host_layers)
         with self._lock:
             self._ready()
             self._memory.finish_place(placement, self._unfinished())
+
+    def _carry_kv(self, in_host: int) -> None:
+        while True:
+            with self._lock:
+                self._ready()
+                if not self._memory.move_kv(in_host):
+                    return
 
     def _carry(self, residency: Residency) -> None:
         try:

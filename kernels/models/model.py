@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -248,7 +248,7 @@ def _cast(model: Any, dtype: torch.dtype) -> None:
 
 def cache_maker(
     model: PatchedModel, settings: EngineSettings, profile: PrefillProfile, streamer: LayerStreamer | None
-) -> Callable[[int, int], KnowledgeCache]:
+) -> Callable[[int, int, Sequence[int]], KnowledgeCache]:
     # Reads all weights, so only for KV that outlives the process.
     name = "" if settings.disk_path is None else _identity(model, streamer)
     shape = model.shape
@@ -257,7 +257,7 @@ def cache_maker(
     if settings.disk_path is not None:
         disk = DiskSettings(settings.disk_path, settings.disk_bytes, backlog_bytes=settings.disk_backlog_bytes)
 
-    def make(device_blocks: int, host_bytes: int) -> KnowledgeCache:
+    def make(device_blocks: int, host_bytes: int, layers_in_host: Sequence[int] = ()) -> KnowledgeCache:
         return KnowledgeCache(
             shape,
             device_blocks=device_blocks,
@@ -269,6 +269,7 @@ def cache_maker(
             device=model.device,
             identity=name,
             replicate_nodes=settings.replicate_nodes,
+            layers_in_host=None if streamer is None else layers_in_host,
         )
 
     return make

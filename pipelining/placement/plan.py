@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from ragorder.errors import RagorderError
-from ragorder.pipelining.placement.base import Placement, Spread
+from ragorder.pipelining.placement.base import KV_BUFFERS, Placement, Spread, pool_spread
 from ragorder.pipelining.placement.budgets import Budgets, format_bytes
 from ragorder.pipelining.placement.costs import Footprint, PlacementCosts, mean_latency_s
 
@@ -23,6 +23,9 @@ STAGES = 3
 _WORKSPACE_SHARE = 0.125
 # Buffers of streamed layers: one is computed, the next is ready, one more is read.
 _SLOTS = 3
+
+# Tried shares of the running batch's KV in host memory.
+_KV_SHARES = 8
 
 WORTHWHILE = 0.01
 """Least gain, as a share of the latency, that is worth mentioning, or a move."""
@@ -85,8 +88,10 @@ def bottleneck(placement: Placement, retrieval_s: float, generation_s: float, pa
         return "the processor, on which retrieval scans the index"
     if placement.weights.disk:
         return f"the disk, from which generation reads {placement.weights.disk} layers in each step"
-    if placement.weights.host:
-        return f"the bus from host memory, over which {placement.weights.host} layers are copied in each step"
+    if placement.weights.host or placement.kv_host_layers:
+        copied = [f"{placement.weights.host} layers"] * (placement.weights.host > 0)
+        copied += [f"the KV of {placement.kv_host_layers}"] * (placement.kv_host_layers > 0)
+        return f"the bus from host memory, over which {' and '.join(copied)} are copied in each step"
     return "the device's computation: all layers are on it"
 
 
@@ -138,7 +143,7 @@ class PlannedPlacement(Placement):
 
     @property
     def generation_s(self) -> float:
-        return self.costs.generation_s(self.batch, self.weights, self.step_tokens)
+        return self.costs.generation_s(self.batch, self.weights, self.step_tokens, self.kv_host_layers)
 
     @property
     def retrieval_s(self) -> float:
@@ -146,29 +151,37 @@ class PlannedPlacement(Placement):
 
     @property
     def latency_s(self) -> float:
-        seconds = partial(self.costs.generation_s, weights=self.weights, step_tokens=self.step_tokens)
+        seconds = partial(
+            self.costs.generation_s,
+            weights=self.weights,
+            step_tokens=self.step_tokens,
+            kv_host_layers=self.kv_host_layers,
+        )
         return mean_latency_s(self.backlog, self.batch, self.retrieval_s, seconds)
 
     @property
-    def engine_settings(self) -> Mapping[str, int]:
+    def engine_settings(self) -> Mapping[str, int | float]:
         model, total = self.costs.model, self.footprint.total(self)
-        staging = model.staging if self.streamed else 0
-        settings = {
+        index = self.costs.index
+        in_index = index.fixed + index.resident(self.partitions) + index.reading(self.partitions)
+        settings: dict[str, int | float] = {
             "device_bytes": total.device,
-            "host_bytes": self.weights.host * model.slot + self.kv.host + staging,
+            "host_bytes": total.host - in_index,
             "device_tokens": self.kv.device // model.kv_token,
             "max_requests": self.batch,
             "max_batch_tokens": self.step_tokens,
         }
+        settings |= {"kv_host_share": self.kv_host_share} if self.kv_host_layers else {}
         return settings | ({"disk_bytes": self.kv.disk} if self.kv.disk else {})
 
     def explain(self) -> str:
         costs, weights, partitions = self.costs, self.weights, len(self.costs.index.partitions)
         index = f"; of {partitions} partitions of the index {self.partitions} stay in host memory" if partitions else ""
+        kv = f"; the KV of {self.kv_host_layers} layers is in host memory" if self.kv_host_layers else ""
         lines = [
             f"Batches of {self.batch} requests, in steps of up to {self.step_tokens:,} tokens. Of {weights.total} "
             f"layers {weights.device} stay on the device, {weights.host} in host memory, {weights.disk} on the disk"
-            f"{index}.",
+            f"{kv}{index}.",
             "",
             *_table(self, self.budgets, self.footprint),
             "",
@@ -206,7 +219,9 @@ class PlannedPlacement(Placement):
             yield name, size, plan_placement(larger, self.costs, backlog=self.backlog).latency_s
 
 
-def plan_placement(budgets: Budgets, costs: PlacementCosts, *, backlog: int | None = None) -> PlannedPlacement:
+def plan_placement(
+    budgets: Budgets, costs: PlacementCosts, *, backlog: int | None = None, host_kv: bool = True
+) -> PlannedPlacement:
     """Return the placement within the budgets with the lowest mean latency of `backlog` waiting requests.
 
     `backlog` defaults to the largest measured batch. All batches and numbers of resident partitions are tried: the
@@ -217,56 +232,87 @@ def plan_placement(budgets: Budgets, costs: PlacementCosts, *, backlog: int | No
     if backlog < 1:
         raise ValueError(f"backlog is 1 or more waiting requests, got {backlog}")
     batches = sorted({min(size, backlog) for size in costs.batches})
-    placements = (placement for batch in batches for placement in _walk(budgets, costs, batch, backlog))
+    placements = (placement for batch in batches for placement in _walk(budgets, costs, batch, backlog, host_kv))
     # Among equals the smaller batch with fewer partitions, which leaves most room for KV of documents.
-    best = min(placements, key=attrgetter("latency_s"), default=None)
-    if best is None:
+    by_latency = sorted(placements, key=attrgetter("latency_s"))
+    if not by_latency:
         raise PlacementError(_missing(budgets, costs))
-    return best
+    best = by_latency[0]
+    on_device = next((each for each in by_latency if not each.kv_host_layers), best)
+    # Copies of KV in each step have to be worth it.
+    worthwhile = on_device.latency_s - best.latency_s > WORTHWHILE * on_device.latency_s
+    return best if worthwhile else on_device
 
 
-def _walk(budgets: Budgets, costs: PlacementCosts, batch: int, backlog: int) -> Iterator[PlannedPlacement]:
+def _walk(
+    budgets: Budgets, costs: PlacementCosts, batch: int, backlog: int, host_kv: bool
+) -> Iterator[PlannedPlacement]:
     model, index = costs.model, costs.index
+    pool = model.kv(costs.workload.kv_tokens(batch), batch)
+    # In unified memory there is nothing beside the device.
+    tried = _host_layers(len(model.layers)) if host_kv and not budgets.unified else [0]
+    spreads = {in_host: pool_spread(pool, len(model.layers), in_host) for in_host in tried}
+    fits = {in_host: _on_device(budgets.device_bytes, costs, batch, kv.device) for in_host, kv in spreads.items()}
     for partitions in range(len(index.partitions) + 1):
         host = budgets.host_bytes - index.fixed - index.resident(partitions) - index.reading(partitions)
-        if host < 0:
+        placed = None
+        for in_host in _useful(fits):
+            kv, found = spreads[in_host], fits[in_host]
+            if budgets.unified and host < budgets.device_bytes:
+                found = _on_device(host, costs, batch, kv.device)
+            if budgets.unified and found is not None and found.layers < len(model.layers):
+                # In unified memory staging is taken from the layers.
+                found = _on_device(min(budgets.device_bytes, host - model.staging), costs, batch, kv.device)
+            if found is None:
+                continue
+            streamed = len(model.layers) - found.layers
+            host_left = 0 if budgets.unified else host - kv.host - (model.staging if streamed else 0)
+            if min(host, host_left) < 0:
+                continue
+            layers_in_host, host_free = fit_host(host_left, streamed, model.slot)
+            block = model.kv(1)
+            placed = PlannedPlacement(
+                weights=Spread(found.layers, layers_in_host, streamed - layers_in_host),
+                kv=Spread(
+                    pool + (0 if in_host else found.free // block * block),
+                    host_free // block * block,
+                    budgets.disk_bytes // block * block,
+                ),
+                partitions=partitions,
+                batch=batch,
+                step_tokens=found.step_tokens,
+                slots=found.slots,
+                kv_host_layers=in_host,
+                budgets=budgets,
+                costs=costs,
+                backlog=backlog,
+            )
+            yield placed
+        if placed is None:
             return
-        device = min(budgets.device_bytes, host) if budgets.unified else budgets.device_bytes
-        found = _on_device(device, costs, batch)
-        if budgets.unified and found is not None and found.layers < len(model.layers):
-            # In unified memory staging is taken from the layers.
-            found = _on_device(min(device, host - model.staging), costs, batch)
-        if found is None:
-            return
-        streamed = len(model.layers) - found.layers
-        # In unified memory there is nothing beside the device.
-        host_left = 0 if budgets.unified else host - (model.staging if streamed else 0)
-        if host_left < 0:
-            return
-        in_host, host_free = fit_host(host_left, streamed, model.slot)
-        block = model.kv(1)
-        yield PlannedPlacement(
-            weights=Spread(found.layers, in_host, streamed - in_host),
-            kv=Spread(
-                model.kv(costs.workload.kv_tokens(batch), batch) + found.free // block * block,
-                host_free // block * block,
-                budgets.disk_bytes // block * block,
-            ),
-            partitions=partitions,
-            batch=batch,
-            step_tokens=found.step_tokens,
-            slots=found.slots,
-            budgets=budgets,
-            costs=costs,
-            backlog=backlog,
-        )
 
 
-def _on_device(device_bytes: int, costs: PlacementCosts, batch: int) -> DeviceFit | None:
+def _host_layers(layers: int) -> list[int]:
+    """Return the tried numbers of layers with KV in host memory; so few that all are in buffers save nothing."""
+    tried = {-(-layers * share // _KV_SHARES) for share in range(1, _KV_SHARES + 1)}
+    return [0, *sorted(each for each in tried if each > KV_BUFFERS)]
+
+
+def _useful(fits: Mapping[int, DeviceFit | None]) -> Iterator[int]:
+    """Yield the numbers of layers with KV in host memory that make room for more layers, or larger steps."""
+    before = (0, 0)
+    for in_host, found in fits.items():
+        room = (0, 0) if found is None else (found.layers + 1, found.step_tokens)
+        if not in_host or room[0] > before[0] or room[1] > before[1]:
+            yield in_host
+            before = room
+
+
+def _on_device(device_bytes: int, costs: PlacementCosts, batch: int, kv: int) -> DeviceFit | None:
     model = costs.model
     return fit_device(
         device_bytes,
-        fixed=model.outside + model.kv(costs.workload.kv_tokens(batch), batch),
+        fixed=model.outside + kv,
         slot=model.slot,
         layers=len(model.layers),
         workspace=partial(model.workspace, requests=batch),
@@ -283,12 +329,16 @@ def _missing(budgets: Budgets, costs: PlacementCosts) -> str:
     model, index = costs.model, costs.index
     batch = min(costs.batches)
     tokens, step = costs.workload.kv_tokens(batch), min(_steps(costs, batch))
-    kv, workspace = model.kv(tokens, batch), model.workspace(step, batch)
-    device = model.outside + model.slot + kv + workspace
+    pool, workspace = model.kv(tokens, batch), model.workspace(step, batch)
     host = index.fixed + index.reading(0) + (model.staging if len(model.layers) > 1 else 0)
+    most = 0 if budgets.unified else _host_layers(len(model.layers))[-1]
+    kv = pool_spread(pool, len(model.layers), most)
+    if kv.host + host > budgets.host_bytes:
+        kv = Spread(pool)
+    device = model.outside + model.slot + kv.device + workspace
     on_device = (
         f"the weights outside the layers take {model.outside} bytes, one layer {model.slot}, the KV of a batch "
-        f"of {batch} ({tokens} tokens) {kv}, a step of {step} tokens {workspace}"
+        f"of {batch} ({tokens} tokens) {kv.device}, a step of {step} tokens {workspace}"
     )
     in_host = (
         f"the index takes {index.fixed} bytes beside its partitions, partitions in transit "

@@ -211,13 +211,7 @@ class TestOnAThread(TransfersTests):
 
     def test_the_caller_does_not_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
         may_go = threading.Event()
-        rows = BlockPool.rows
-
-        def slow(pool: BlockPool) -> Any:
-            may_go.wait()
-            return rows(pool)
-
-        monkeypatch.setattr(BlockPool, "rows", slow)
+        monkeypatch.setattr(BlockPool, "settle", lambda pool: may_go.wait())
         transfers = ThreadTransfers()
         source, target = self.pools(into_device=True)
         first = transfers.start(source, [0], target, [0])

@@ -42,7 +42,7 @@ def latency_s(placement: Placement, costs: TableCosts, backlog: int) -> float:
         backlog,
         placement.batch,
         costs.retrieval_s(placement.partitions),
-        lambda size: costs.generation_s(size, placement.weights, placement.step_tokens),
+        lambda size: costs.generation_s(size, placement.weights, placement.step_tokens, placement.kv_host_layers),
     )
 
 
@@ -134,7 +134,8 @@ class TestPlan:
             best = min(
                 latency_s(each, costs, backlog)
                 for each in all_placements(budgets, costs)
-                if footprint.fits(with_ring(each), budgets) and not (budgets.unified and each.weights.host)
+                if footprint.fits(with_ring(each), budgets)
+                and not (budgets.unified and (each.weights.host or each.kv_host_layers))
             )
             assert placement.latency_s <= 1.03 * best
 
@@ -183,6 +184,53 @@ class TestPlan:
         assert settings["max_batch_tokens"] == placement.step_tokens
         assert settings["device_tokens"] * MODEL.kv_token == placement.kv.device
         assert settings["disk_bytes"] == placement.kv.disk
+
+
+LARGE = ModelSizes(
+    layers=(1712 << 20,) * 80,
+    outside=4200 << 20,
+    kv_token=80 * 4096,
+    step_bytes=((64, 64 << 20), (8192, 3 << 30)),
+)
+"""About Llama 70B."""
+
+
+class TestKVInTheHost:
+    def test_counts_in_both_equations(self) -> None:
+        placement = Placement(Spread(8), Spread(64, 32), partitions=0, batch=2, step_tokens=64, kv_host_layers=6)
+        on_device = replace(placement, kv_host_layers=0)
+        footprint = Footprint(MODEL, INDEX)
+        used, all_there = footprint.total(placement), footprint.total(on_device)
+        # Of 8 layers 2 stay, and 6 pass two buffers.
+        assert (used.device, used.host) == (all_there.device - 64 + 4 * 8, all_there.host + 6 * 8)
+        assert (placement.kv_host_share, on_device.kv_host_share) == (0.75, 0)
+        with pytest.raises(ValueError, match="of 8 layers a placement has KV of 9"):
+            replace(placement, kv_host_layers=9)
+
+    def test_is_planned_where_larger_batches_are_worth_its_copies(self) -> None:
+        """The paper's: a model of 70 billion weights, 24 GB of device and 176 GB of host memory, many that wait."""
+        costs = EstimatedCosts(LARGE, Rates.of_a_gpu(), workload=Workload(prompt_tokens=2048, answer_tokens=128))
+        budgets = Budgets("24GiB", "176GiB")
+        planned = plan_placement(budgets, costs, backlog=64)
+        without = plan_placement(budgets, costs, backlog=64, host_kv=False)
+        assert planned.kv_host_share > 0.5 and without.kv_host_layers == 0
+        assert planned.batch >= 2 * without.batch
+        assert planned.latency_s < 0.75 * without.latency_s
+        assert planned.footprint.fits(planned, budgets)
+        assert planned.engine_settings["kv_host_share"] == planned.kv_host_share
+        assert f"the KV of {planned.kv_host_layers} layers is in host memory" in planned.explain()
+        assert f"and the KV of {planned.kv_host_layers} are copied" in planned.explain()
+        # Few requests do not pay for it, nor do any where the KV of all fits.
+        assert plan_placement(budgets, costs, backlog=2).kv_host_layers == 0
+        assert plan_placement(Budgets("400GiB", "400GiB"), costs, backlog=64).kv_host_layers == 0
+        assert plan_placement(Budgets("176GiB", "176GiB", unified=True), costs, backlog=64).kv_host_layers == 0
+
+    def test_moves_over_the_bus(self) -> None:
+        costs = estimate()
+        before = plan_placement(Budgets(10_000, 10_000), costs)
+        after = replace(before, kv_host_layers=4)
+        expected_s = before.kv.device / 2 / costs.rates.host
+        assert costs.moving_s(before, after) == costs.moving_s(after, before) == pytest.approx(expected_s)
 
 
 class TestBudgetsThatAreTooSmall:
