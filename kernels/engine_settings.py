@@ -41,15 +41,9 @@ class EngineSettings(KVTierSettings):
     device_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens of KV on the device.",
+        description="Tokens of KV of running requests: on the device or, within a device budget, as far as it is too "
+        "small, in host memory.",
         json_schema_extra={"unset": "the number that fits"},
-    )
-    kv_host_share: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="With device_bytes: share of the layers whose KV of running requests lies in host memory, and is "
-        "copied to the device in each step.",
     )
     device_share: float = Field(
         default=0.8,
@@ -143,6 +137,4 @@ class EngineSettings(KVTierSettings):
             raise ValueError(
                 f"device_tokens is {self.device_tokens}, less than a block (block_size {self.block_size}): give more"
             )
-        if self.kv_host_share and self.device_bytes is None:
-            raise ValueError("kv_host_share divides budgets: give device_bytes too")
         return self

@@ -83,7 +83,7 @@ class Library:
         placement = plan_placement(budgets, costs, backlog=settings.max_requests)
         planned = dict(placement.engine_settings)
         kept = settings.model_fields_set - {"device_bytes", "host_bytes"}
-        if not kept & {"device_tokens", "max_batch_tokens", "kv_host_share"}:
+        if not kept & {"device_tokens", "max_batch_tokens"}:
             self.replanner = Replanner(placement, costs, most=settings.max_requests)
         changed = {name: value for name, value in planned.items() if name not in kept}
         return EngineSettings(**settings.model_dump(exclude_unset=True) | changed), placement

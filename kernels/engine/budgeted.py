@@ -82,7 +82,6 @@ def _plan_streamed(
         wanted_tokens=None if gpu else wanted_tokens(longest),
         max_batch_tokens=settings.max_batch_tokens,
         held="max_batch_tokens" in settings.model_fields_set,
-        kv_host_share=settings.kv_host_share,
     )
 
 

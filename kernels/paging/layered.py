@@ -91,6 +91,7 @@ class LayeredPool(BlockPool):
         if step is not self._step:
             # An earlier step may have ended inside a layer.
             self._step, self._filled = step, {}
+            self._follow()
             self._read_ahead([each for each in self.in_host if each >= layer][:KV_BUFFERS])
         if layer not in self.in_host:
             yield
@@ -102,8 +103,7 @@ class LayeredPool(BlockPool):
         if filled is not None:
             torch.cuda.current_stream(self.device).wait_event(filled)
         yield
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._follow()
         self._copy(self._buffer(layer), self._memory[layer], step.written)
         self._read_ahead(self.in_host[turn + KV_BUFFERS :][:1])
 
@@ -113,6 +113,11 @@ class LayeredPool(BlockPool):
             self._copy(self._memory[layer], self._buffer(layer), self._step.read)
             filled = None if self._stream is None else self._stream.record_event()
             self._filled[self.in_host.index(layer) % KV_BUFFERS] = layer, filled
+
+    def _follow(self) -> None:
+        """Copy after what is computed so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, blocks: Sequence[int]) -> None:
         with torch.cuda.stream(self._stream):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,9 +25,6 @@ _WORKSPACE_SHARE = 0.125
 # Buffers of streamed layers: one is computed, the next is ready, one more is read.
 _SLOTS = 3
 
-# Tried shares of the running batch's KV in host memory.
-_KV_SHARES = 8
-
 WORTHWHILE = 0.01
 """Least gain, as a share of the latency, that is worth mentioning, or a move."""
 
@@ -39,6 +37,10 @@ class DeviceFit:
     slots: int
     step_tokens: int
     free: int
+
+    @property
+    def ring(self) -> int:
+        return self.slots or _SLOTS
 
 
 def fit_device(
@@ -63,6 +65,29 @@ def fit_device(
     staying = layers if whole else fitting - slots
     left = device_bytes - fixed - workspace(abs(step)) - (staying + slots) * slot
     return DeviceFit(staying, slots, abs(step), left)
+
+
+def fit_pool(
+    pool: int, layers: int, host_bytes: int, fit: Callable[[int], DeviceFit | None]
+) -> tuple[int, DeviceFit] | None:
+    """Fit a pool of KV, all of it on the device if it fits; else the KV of as few of the `layers` in `host_bytes` as
+    leave a whole ring of buffers for weights, or one buffer. `fit` places the rest beside its bytes on the device.
+    Return the layers with KV in host memory too, or None if nothing fits."""
+    on_device = fit(pool)
+    if on_device is not None:
+        return 0, on_device
+    most = min(layers, max(0, host_bytes) // -(-pool // layers))
+
+    def fitted(in_host: int) -> DeviceFit | None:
+        return fit(pool_spread(pool, layers, in_host).device)
+
+    # So few that all of them are in buffers save nothing.
+    tried = range(KV_BUFFERS + 1, most + 1)
+    for slots in (_SLOTS, 1):
+        place = bisect_left(tried, True, key=lambda each: (found := fitted(each)) is not None and found.ring >= slots)
+        if place < len(tried) and (found := fitted(tried[place])) is not None:
+            return tried[place], found
+    return None
 
 
 def fit_host(host_bytes: int, streamed: int, slot: int) -> tuple[int, int]:
@@ -160,18 +185,17 @@ class PlannedPlacement(Placement):
         return mean_latency_s(self.backlog, self.batch, self.retrieval_s, seconds)
 
     @property
-    def engine_settings(self) -> Mapping[str, int | float]:
+    def engine_settings(self) -> Mapping[str, int]:
         model, total = self.costs.model, self.footprint.total(self)
         index = self.costs.index
         in_index = index.fixed + index.resident(self.partitions) + index.reading(self.partitions)
-        settings: dict[str, int | float] = {
+        settings = {
             "device_bytes": total.device,
             "host_bytes": total.host - in_index,
             "device_tokens": self.kv.device // model.kv_token,
             "max_requests": self.batch,
             "max_batch_tokens": self.step_tokens,
         }
-        settings |= {"kv_host_share": self.kv_host_share} if self.kv_host_layers else {}
         return settings | ({"disk_bytes": self.kv.disk} if self.kv.disk else {})
 
     def explain(self) -> str:
@@ -248,64 +272,43 @@ def _walk(
     budgets: Budgets, costs: PlacementCosts, batch: int, backlog: int, host_kv: bool
 ) -> Iterator[PlannedPlacement]:
     model, index = costs.model, costs.index
-    pool = model.kv(costs.workload.kv_tokens(batch), batch)
-    # In unified memory there is nothing beside the device.
-    tried = _host_layers(len(model.layers)) if host_kv and not budgets.unified else [0]
-    spreads = {in_host: pool_spread(pool, len(model.layers), in_host) for in_host in tried}
-    fits = {in_host: _on_device(budgets.device_bytes, costs, batch, kv.device) for in_host, kv in spreads.items()}
+    layers, pool = len(model.layers), model.kv(costs.workload.kv_tokens(batch), batch)
     for partitions in range(len(index.partitions) + 1):
         host = budgets.host_bytes - index.fixed - index.resident(partitions) - index.reading(partitions)
-        placed = None
-        for in_host in _useful(fits):
-            kv, found = spreads[in_host], fits[in_host]
-            if budgets.unified and host < budgets.device_bytes:
-                found = _on_device(host, costs, batch, kv.device)
-            if budgets.unified and found is not None and found.layers < len(model.layers):
-                # In unified memory staging is taken from the layers.
-                found = _on_device(min(budgets.device_bytes, host - model.staging), costs, batch, kv.device)
-            if found is None:
-                continue
-            streamed = len(model.layers) - found.layers
-            host_left = 0 if budgets.unified else host - kv.host - (model.staging if streamed else 0)
-            if min(host, host_left) < 0:
-                continue
-            layers_in_host, host_free = fit_host(host_left, streamed, model.slot)
-            block = model.kv(1)
-            placed = PlannedPlacement(
-                weights=Spread(found.layers, layers_in_host, streamed - layers_in_host),
-                kv=Spread(
-                    pool + (0 if in_host else found.free // block * block),
-                    host_free // block * block,
-                    budgets.disk_bytes // block * block,
-                ),
-                partitions=partitions,
-                batch=batch,
-                step_tokens=found.step_tokens,
-                slots=found.slots,
-                kv_host_layers=in_host,
-                budgets=budgets,
-                costs=costs,
-                backlog=backlog,
-            )
-            yield placed
+        if host < 0:
+            return
+        device = min(budgets.device_bytes, host) if budgets.unified else budgets.device_bytes
+        # In unified memory there is nothing beside the device.
+        beside = host - model.staging if host_kv and not budgets.unified else 0
+        placed = fit_pool(pool, layers, beside, partial(_on_device, device, costs, batch))
+        if budgets.unified and placed is not None and placed[1].layers < layers:
+            # In unified memory staging is taken from the layers.
+            placed = fit_pool(pool, layers, 0, partial(_on_device, min(device, host - model.staging), costs, batch))
         if placed is None:
             return
-
-
-def _host_layers(layers: int) -> list[int]:
-    """Return the tried numbers of layers with KV in host memory; so few that all are in buffers save nothing."""
-    tried = {-(-layers * share // _KV_SHARES) for share in range(1, _KV_SHARES + 1)}
-    return [0, *sorted(each for each in tried if each > KV_BUFFERS)]
-
-
-def _useful(fits: Mapping[int, DeviceFit | None]) -> Iterator[int]:
-    """Yield the numbers of layers with KV in host memory that make room for more layers, or larger steps."""
-    before = (0, 0)
-    for in_host, found in fits.items():
-        room = (0, 0) if found is None else (found.layers + 1, found.step_tokens)
-        if not in_host or room[0] > before[0] or room[1] > before[1]:
-            yield in_host
-            before = room
+        in_host, found = placed
+        streamed = layers - found.layers
+        host_left = host - pool_spread(pool, layers, in_host).host - (model.staging if streamed else 0)
+        if host_left < 0 and not budgets.unified:
+            return
+        weights_in_host, host_free = fit_host(0 if budgets.unified else host_left, streamed, model.slot)
+        block = model.kv(1)
+        yield PlannedPlacement(
+            weights=Spread(found.layers, weights_in_host, streamed - weights_in_host),
+            kv=Spread(
+                pool + (0 if in_host else found.free // block * block),
+                host_free // block * block,
+                budgets.disk_bytes // block * block,
+            ),
+            partitions=partitions,
+            batch=batch,
+            step_tokens=found.step_tokens,
+            slots=found.slots,
+            kv_host_layers=in_host,
+            budgets=budgets,
+            costs=costs,
+            backlog=backlog,
+        )
 
 
 def _on_device(device_bytes: int, costs: PlacementCosts, batch: int, kv: int) -> DeviceFit | None:
@@ -331,9 +334,8 @@ def _missing(budgets: Budgets, costs: PlacementCosts) -> str:
     tokens, step = costs.workload.kv_tokens(batch), min(_steps(costs, batch))
     pool, workspace = model.kv(tokens, batch), model.workspace(step, batch)
     host = index.fixed + index.reading(0) + (model.staging if len(model.layers) > 1 else 0)
-    most = 0 if budgets.unified else _host_layers(len(model.layers))[-1]
-    kv = pool_spread(pool, len(model.layers), most)
-    if kv.host + host > budgets.host_bytes:
+    kv = pool_spread(pool, len(model.layers), len(model.layers))
+    if budgets.unified or len(model.layers) <= KV_BUFFERS or kv.host + host > budgets.host_bytes:
         kv = Spread(pool)
     device = model.outside + model.slot + kv.device + workspace
     on_device = (

@@ -14,12 +14,12 @@ from support import small_engine
 from support.families import family
 from support.inside import cache_of
 from support.small_engine import tokens
-from support.streamed import saved, streaming, whole
+from support.streamed import TOKENS, room_for, saved, streaming, whole
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from ragorder.kernels.engine import Completion, EngineSettings, Request, TieredEngine
+from ragorder.kernels.engine import Completion, Request, TieredEngine
 from ragorder.kernels.offload import BudgetError
 from ragorder.kernels.paging import BlockPool, KVShape, LayeredPool, StepBlocks, ThreadTransfers
 
@@ -222,17 +222,22 @@ class TestAnswers:
                 check_same(engine.generate(requests(seed)), completions)
 
 
-class TestSettings:
-    def test_a_share_is_placed_at_the_start(self, folder: Path) -> None:
+class TestStart:
+    def test_puts_in_the_host_what_does_not_fit_on_the_device(self, folder: Path) -> None:
         expected = answers(folder, (0,))
-        with TieredEngine.load(folder, streaming(folder, 3, kv_host_share=0.7, host_bytes="1MiB")) as engine:
-            assert engine.placement.kv_host_layers == 4
+        small = room_for(folder, 3, tokens=512)
+        with TieredEngine.load(folder, streaming(folder, 3, device_bytes=small, host_bytes="1MiB")) as engine:
+            placed = engine.placement
+            assert engine.device_tokens == TOKENS
+            assert 0 < placed.kv_host_share < 1 and placed.slots == 3
             stream = engine.stats().stream
-            assert stream is not None and stream.kv_host_layers == 4
+            assert stream is not None and stream.kv_host_layers == placed.kv_host_layers
             check_same(engine.generate(requests()), expected[0])
+        with TieredEngine.load(folder, streaming(folder, 3)) as engine:
+            assert engine.placement.kv_host_share == 0
 
     def test_without_room_in_the_host_it_says_what_is_missing(self, folder: Path) -> None:
-        with pytest.raises(BudgetError, match=r"host_bytes is 1000, and \d+ bytes are missing: the KV of 1024 tokens"):
-            TieredEngine.load(folder, streaming(folder, 3, kv_host_share=0.7, host_bytes=1000))
-        with pytest.raises(ValueError, match="give device_bytes too"):
-            EngineSettings(kv_host_share=0.5)
+        with pytest.raises(BudgetError, match=r"device_bytes is \d+, and \d+ bytes are missing"):
+            TieredEngine.load(
+                folder, streaming(folder, 3, device_bytes=room_for(folder, 1, tokens=64), host_bytes=1000)
+            )
