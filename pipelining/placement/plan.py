@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -281,6 +281,10 @@ def _walk(
         # In unified memory there is nothing beside the device.
         beside = host - model.staging if host_kv and not budgets.unified else 0
         placed = fit_pool(pool, layers, beside, partial(_on_device, device, costs, batch))
+        if placed is not None and placed[0]:
+            # As the engine does, which is told the step.
+            steps = [placed[1].step_tokens]
+            placed = fit_pool(pool, layers, beside, partial(_on_device, device, costs, batch, steps=steps))
         if budgets.unified and placed is not None and placed[1].layers < layers:
             # In unified memory staging is taken from the layers.
             placed = fit_pool(pool, layers, 0, partial(_on_device, min(device, host - model.staging), costs, batch))
@@ -311,7 +315,9 @@ def _walk(
         )
 
 
-def _on_device(device_bytes: int, costs: PlacementCosts, batch: int, kv: int) -> DeviceFit | None:
+def _on_device(
+    device_bytes: int, costs: PlacementCosts, batch: int, kv: int, steps: Sequence[int] | None = None
+) -> DeviceFit | None:
     model = costs.model
     return fit_device(
         device_bytes,
@@ -319,7 +325,7 @@ def _on_device(device_bytes: int, costs: PlacementCosts, batch: int, kv: int) ->
         slot=model.slot,
         layers=len(model.layers),
         workspace=partial(model.workspace, requests=batch),
-        steps=_steps(costs, batch),
+        steps=steps or _steps(costs, batch),
     )
 
 
