@@ -256,19 +256,16 @@ class MemoryPressure:
         assert self._streamer is not None
         self._streamer.end_move()
 
-    @property
-    def kv_layers_in_host(self) -> tuple[int, ...]:
-        return self._cache.layers_in_host
-
-    def move_kv(self, in_host: int) -> bool:
-        """Move the pool's KV of one more layer, between two steps, so that it lies in host memory for `in_host` layers
-        in the end. Return False if it does. Raises MemoryError."""
+    def kv_moves(self, in_host: int) -> tuple[list[int], bool]:
+        """Return the layers whose KV changes its place if that of `in_host` layers lies in host memory, and whether it
+        leaves the device."""
         layers, now = self._cache.shape.layers, self._cache.layers_in_host
         wanted = Residency.of_host(layers, now).with_counts(layers - in_host, in_host).in_host
-        layer = next(iter({*now} ^ {*wanted}), None)
-        if layer is not None:
-            self._cache.move_layer(layer, to_host=layer in wanted)
-        return layer is not None
+        return sorted({*now} ^ {*wanted}), in_host > len(now)
+
+    def move_kv(self, layer: int) -> None:
+        """Move the KV of a layer to the other place, between two steps. Raises MemoryError."""
+        self._cache.move_layer(layer, to_host=layer not in self._cache.layers_in_host)
 
     def begin_place(self, placement: Placement, residency: Residency, unfinished: Collection[Sequence]) -> None:
         """Reduce what becomes smaller, and begin to move layers. Changes nothing if running requests need the KV that
