@@ -73,7 +73,7 @@ def plan_memory(
     the layers beside it. `longest` is the tokens of a request, `device_tokens` the exact KV, which goes to the host
     where it does not fit, `wanted_tokens` the most useful KV. Steps of `max_batch_tokens` are `held` if they fit at
     all, and smaller otherwise. Raises BudgetError."""
-    layers, host_left = len(needs.layers), host_bytes - needs.staging
+    layers = len(needs.layers)
     request = device_tokens or min(longest or _REQUEST_TOKENS, _REQUEST_TOKENS)
     least_kv, least_step = needs.kv(request), min(LEAST_STEP, max_batch_tokens)
     kv = least_kv if device_tokens is None else max(1, device_tokens // needs.block_tokens) * needs.block
@@ -89,9 +89,8 @@ def plan_memory(
             steps=tried,
         )
 
-    in_reach = 0 if device_tokens is None else host_left
-    placed = fit_pool(kv, layers, in_reach, partial(fit, tried=steps[:1])) if held else None
-    placed = placed or fit_pool(kv, layers, in_reach, fit)
+    place = partial(fit_pool, kv, layers, 0 if device_tokens is None else host_bytes, needs.staging)
+    placed = (place(partial(fit, tried=steps[:1])) if held else None) or place(fit)
     if placed is None:
         least = needs.outside + needs.slot + needs.workspace(least_step) + least_kv
         raise BudgetError(

@@ -38,10 +38,6 @@ class DeviceFit:
     step_tokens: int
     free: int
 
-    @property
-    def ring(self) -> int:
-        return self.slots or _SLOTS
-
 
 def fit_device(
     device_bytes: int, *, fixed: int, slot: int, layers: int, workspace: Callable[[int], int], steps: Iterable[int]
@@ -68,24 +64,24 @@ def fit_device(
 
 
 def fit_pool(
-    pool: int, layers: int, host_bytes: int, fit: Callable[[int], DeviceFit | None]
+    pool: int, layers: int, host_bytes: int, staging: int, fit: Callable[[int], DeviceFit | None]
 ) -> tuple[int, DeviceFit] | None:
     """Fit a pool of KV, all of it on the device if it fits; else the KV of as few of the `layers` in `host_bytes` as
-    leave a whole ring of buffers for weights, or one buffer. `fit` places the rest beside its bytes on the device.
-    Return the layers with KV in host memory too, or None if nothing fits."""
+    leave a whole ring of buffers for weights, or one buffer. Streamed layers need `staging` there. `fit` places the
+    rest beside the pool's bytes on the device. Return the layers with KV in host memory too; None if nothing fits."""
     on_device = fit(pool)
     if on_device is not None:
         return 0, on_device
-    most = min(layers, max(0, host_bytes) // -(-pool // layers))
 
-    def fitted(in_host: int) -> DeviceFit | None:
-        return fit(pool_spread(pool, layers, in_host).device)
+    def fitted(in_host: int, ring: int) -> DeviceFit | None:
+        found = fit(pool_spread(pool, layers, in_host).device)
+        return found if found is not None and (not found.slots or 0 < ring <= found.slots) else None
 
-    # So few that all of them are in buffers save nothing.
-    tried = range(KV_BUFFERS + 1, most + 1)
-    for slots in (_SLOTS, 1):
-        place = bisect_left(tried, True, key=lambda each: (found := fitted(each)) is not None and found.ring >= slots)
-        if place < len(tried) and (found := fitted(tried[place])) is not None:
+    for ring, limit in ((_SLOTS, host_bytes - staging), (1, host_bytes - staging), (0, host_bytes)):
+        # So few that all of them are in buffers save nothing.
+        tried = range(KV_BUFFERS + 1, min(layers, max(0, limit) // -(-pool // layers)) + 1)
+        place = bisect_left(tried, True, key=lambda each, ring=ring: fitted(each, ring) is not None)
+        if place < len(tried) and (found := fitted(tried[place], ring)) is not None:
             return tried[place], found
     return None
 
@@ -279,15 +275,17 @@ def _walk(
             return
         device = min(budgets.device_bytes, host) if budgets.unified else budgets.device_bytes
         # In unified memory there is nothing beside the device.
-        beside = host - model.staging if host_kv and not budgets.unified else 0
-        placed = fit_pool(pool, layers, beside, partial(_on_device, device, costs, batch))
+        beside = host if host_kv and not budgets.unified else 0
+        placed = fit_pool(pool, layers, beside, model.staging, partial(_on_device, device, costs, batch))
         if placed is not None and placed[0]:
             # As the engine does, which is told the step.
             steps = [placed[1].step_tokens]
-            placed = fit_pool(pool, layers, beside, partial(_on_device, device, costs, batch, steps=steps))
+            fit = partial(_on_device, device, costs, batch, steps=steps)
+            placed = fit_pool(pool, layers, beside, model.staging, fit)
         if budgets.unified and placed is not None and placed[1].layers < layers:
             # In unified memory staging is taken from the layers.
-            placed = fit_pool(pool, layers, 0, partial(_on_device, min(device, host - model.staging), costs, batch))
+            fit = partial(_on_device, min(device, host - model.staging), costs, batch)
+            placed = fit_pool(pool, layers, 0, 0, fit)
         if placed is None:
             return
         in_host, found = placed

@@ -239,14 +239,14 @@ class TestProfile:
 
 class TestBudgets:
     def test_that_are_too_small_say_what_is_missing(self, config: Path) -> None:
-        done = doctor("--model", config, "--device-bytes", "1GiB", "--host-bytes", "24GiB")
+        done = doctor("--model", config, "--device-bytes", "512MiB", "--host-bytes", "24GiB")
         assert done.exit_code == 1
         missing, least = re.findall(r"and (\d+) bytes are missing.*Give device_bytes (\d+) or more", done.stderr)[0]
-        assert int(least) - int(missing) == 1 << 30
+        assert int(least) - int(missing) == 512 << 20
         assert re.search(r"weights: 32 layers", done.stdout)
         again = doctor("--model", config, "--device-bytes", least, "--host-bytes", "24GiB")
         assert again.exit_code == 0
-        found = reported("--model", config, "--device-bytes", "1GiB", "--host-bytes", "24GiB")
+        found = reported("--model", config, "--device-bytes", "512MiB", "--host-bytes", "24GiB")
         assert str(missing) in found["problem"]
 
     def test_that_are_not_given_are_this_machines(self) -> None:

@@ -226,7 +226,7 @@ class TestStart:
     def test_puts_in_the_host_what_does_not_fit_on_the_device(self, folder: Path) -> None:
         expected = answers(folder, (0,))
         small = room_for(folder, 3, tokens=512)
-        with TieredEngine.load(folder, streaming(folder, 3, device_bytes=small, host_bytes="1MiB")) as engine:
+        with TieredEngine.load(folder, streaming(folder, 3, device_bytes=small, host_bytes="4MiB")) as engine:
             placed = engine.placement
             assert engine.device_tokens == TOKENS
             assert 0 < placed.kv_host_share < 1 and placed.slots == 3
