@@ -41,8 +41,8 @@ class EngineSettings(KVTierSettings):
     device_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens of KV of running requests: on the device or, within a device budget, as far as it is too "
-        "small, in host memory.",
+        description="Tokens of KV of running requests. Within a device budget, KV that does not fit on the device lies in "
+        "host memory.",
         json_schema_extra={"unset": "the number that fits"},
     )
     device_share: float = Field(

@@ -71,7 +71,7 @@ class Placement:
 
 
 def pool_spread(pool: int, layers: int, in_host: int) -> Spread:
-    """Return where the bytes of a pool are, of which `in_host` layers lie in host memory, with their buffers."""
+    """Return where the bytes of a pool are if `in_host` of its layers lie in host memory, with their buffers."""
     if not in_host:
         return Spread(device=pool)
     each = -(-pool // layers)

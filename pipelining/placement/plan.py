@@ -77,10 +77,13 @@ def fit_pool(
         found = fit(pool_spread(pool, layers, in_host).device)
         return found if found is not None and (not found.slots or 0 < ring <= found.slots) else None
 
+    def fits(in_host: int, ring: int) -> bool:
+        return fitted(in_host, ring) is not None
+
     for ring, limit in ((_SLOTS, host_bytes - staging), (1, host_bytes - staging), (0, host_bytes)):
         # So few that all of them are in buffers save nothing.
         tried = range(KV_BUFFERS + 1, min(layers, max(0, limit) // -(-pool // layers)) + 1)
-        place = bisect_left(tried, True, key=lambda each, ring=ring: fitted(each, ring) is not None)
+        place = bisect_left(tried, True, key=partial(fits, ring=ring))
         if place < len(tried) and (found := fitted(tried[place], ring)) is not None:
             return tried[place], found
     return None
