@@ -228,6 +228,17 @@ class TestKVInTheHost:
         assert plan_placement(Budgets("400GiB", "400GiB"), costs, backlog=64).kv_host_layers == 0
         assert plan_placement(Budgets("176GiB", "176GiB", unified=True), costs, backlog=64).kv_host_layers == 0
 
+    def test_comes_and_goes_with_the_load(self) -> None:
+        costs = EstimatedCosts(LARGE, Rates.of_a_gpu(), workload=Workload(prompt_tokens=2048, answer_tokens=128))
+        placed = plan_placement(Budgets("24GiB", "176GiB"), costs, backlog=64)
+        replanner = Replanner(placed, costs, most=64)
+        plans = [replanner.plan(backlog) for backlog in (1, 64)]
+        assert [plan.kv_host_layers for plan in plans] == [0, placed.kv_host_layers]
+        # Many questions as short as these have room on the device.
+        for _ in range(100):
+            replanner.answered(100, 10, 64, 1.0)
+        assert replanner.plan(64).kv_host_layers == 0
+
     def test_moves_over_the_bus(self) -> None:
         costs = estimate()
         before = plan_placement(Budgets(10_000, 10_000), costs)
