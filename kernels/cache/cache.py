@@ -146,8 +146,10 @@ class KnowledgeCache:
             raise ValueError("a disk tier outlives the process: give the identity of the model that computes its KV")
         pinned = torch.device(device).type == "cuda"
         self.shape = shape
-        self.pool = BlockPool(shape, device_blocks, device)
-        if layers_in_host is not None:
+        self.pool: BlockPool
+        if layers_in_host is None:
+            self.pool = BlockPool(shape, device_blocks, device)
+        else:
             self.pool = LayeredPool(shape, device_blocks, device, layers_in_host)
         host = BlockPool(shape, host_blocks, pinned=pinned)
         copies = Copies(transfers or make_transfers(device))
