@@ -41,7 +41,8 @@ class EngineSettings(KVTierSettings):
     device_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens of KV on the device.",
+        description="Tokens of KV of running requests. Within a device budget, KV that does not fit on the device lies "
+        "in host memory.",
         json_schema_extra={"unset": "the number that fits"},
     )
     device_share: float = Field(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ragorder.pipelining.placement.budgets import format_bytes
-from ragorder.pipelining.placement.plan import PlannedPlacement
+from ragorder.pipelining.placement.plan import PlannedPlacement, plan_placement
 
 _GIB = 1 << 30
 # llama.cpp's default for the tokens of one computation.
@@ -33,6 +33,7 @@ def _ragorder(placement: PlannedPlacement, model: str, dtype: str | None) -> Ser
 
 
 def _vllm(placement: PlannedPlacement, model: str, dtype: str | None) -> ServingCommand:
+    placement = _on_device(placement)
     costs, weights = placement.costs, placement.weights
     options: dict[str, object] = {
         "dtype": dtype,
@@ -51,6 +52,7 @@ def _vllm(placement: PlannedPlacement, model: str, dtype: str | None) -> Serving
 
 
 def _llama_cpp(placement: PlannedPlacement, model: str, dtype: str | None) -> ServingCommand:
+    placement = _on_device(placement)
     costs, weights = placement.costs, placement.weights
     tokens = placement.kv.device // costs.model.kv_token
     options: dict[str, object] = {
@@ -68,6 +70,13 @@ def _llama_cpp(placement: PlannedPlacement, model: str, dtype: str | None) -> Se
         "are read from the disk.",
     ]
     return ServingCommand(("llama-server", *_words(options)), tuple(notes))
+
+
+def _on_device(placement: PlannedPlacement) -> PlannedPlacement:
+    """Plan for an engine that keeps the KV of running requests on the device."""
+    if not placement.kv_host_layers:
+        return placement
+    return plan_placement(placement.budgets, placement.costs, backlog=placement.backlog, host_kv=False)
 
 
 def _words(options: Mapping[str, object]) -> Iterator[str]:

@@ -73,6 +73,8 @@ class MemoryReport:
         found["placement"] = {
             "weights": asdict(placed.weights),
             "kv": asdict(placed.kv),
+            "kv_host_layers": placed.kv_host_layers,
+            "kv_host_share": placed.kv_host_share,
             "partitions": placed.partitions,
             "batch": placed.batch,
             "step_tokens": placed.step_tokens,

@@ -112,8 +112,9 @@ class Library:
         """Return where layers, KV and partitions are, in words."""
         weights, partitions = placement.weights, len(self._sizes.partitions)
         held = partitions if resident is None else resident
+        kv = f"; the KV of {placement.kv_host_layers} layers in host memory" * (placement.kv_host_layers > 0)
         return (
             f"Placement: of {weights.total} layers {weights.device} on the device, {weights.host} in host memory, "
-            f"{weights.disk} on the disk; {held} of {partitions} partitions in host memory; at most {placement.batch} "
-            f"questions at once, in steps of up to {placement.step_tokens:,} tokens"
+            f"{weights.disk} on the disk{kv}; {held} of {partitions} partitions in host memory; at most "
+            f"{placement.batch} questions at once, in steps of up to {placement.step_tokens:,} tokens"
         )

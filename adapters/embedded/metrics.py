@@ -118,6 +118,8 @@ def _stream(stream: StreamStats) -> Iterator[Metric]:
     yield _counter("stream_wait_seconds", "Time for which steps have waited for layers.", stream.waits_s)
     layers = {"device": stream.device_layers, "host": stream.host_layers, "disk": stream.disk_layers}
     yield _gauges("layers", "Decoder layers by the place of their weights.", layers)
+    kv = {"device": sum(layers.values()) - stream.kv_host_layers, "host": stream.kv_host_layers}
+    yield _gauges("kv_layers", "Decoder layers by the place of the KV that running requests use.", kv)
     yield _gauge("moving_layers", "Decoder layers that a placement has still to move.", stream.moving)
     moves = {"moved": stream.moved, "unreadable": stream.unmoved}
     yield _counters("layer_moves", "Decoder layers that have changed their place, or could not be read.", "end", moves)

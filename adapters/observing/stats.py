@@ -31,6 +31,7 @@ _SERVING = {
     "ragorder_batching_most": "most at once",
     "ragorder_batching_partitions": "partitions in memory",
     "ragorder_engine_layers": "layers",
+    "ragorder_engine_kv_layers": "layers' KV",
 }
 
 _DERIVED = (

@@ -21,7 +21,14 @@ from ragorder.kernels.cache.resizing import PoolSizes, load_prefix, make_room
 from ragorder.kernels.cache.segments import Segment
 from ragorder.kernels.cache.stats import CacheStats, CacheTierStats, TierTokens
 from ragorder.kernels.cache.uses import NodeUses, Replicas, tokens_by_tier
-from ragorder.kernels.paging import BlockPool, KVShape, OutOfBlocksError, Transfers, make_transfers
+from ragorder.kernels.paging import (
+    BlockPool,
+    KVShape,
+    LayeredPool,
+    OutOfBlocksError,
+    Transfers,
+    make_transfers,
+)
 from ragorder.trie.policies import Key
 from ragorder.trie.profile import LINEAR, PrefillProfile
 
@@ -95,7 +102,7 @@ def _is_broken(tiers: Hierarchy, key: bytes) -> bool:
 def _are_numbers(pool: BlockPool, blocks: Sequence[int], node: CachedNode) -> bool:
     # The first and last block may have tokens of other nodes.
     first = node.start % pool.shape.block_size
-    rows = pool.kv[list(blocks)].movedim(3, 1).flatten(0, 1)
+    rows = pool.read(list(blocks)).movedim(3, 1).flatten(0, 1)
     return bool(rows[first : first + node.tokens].isfinite().all())
 
 
@@ -110,7 +117,8 @@ class KnowledgeCache:
     Nodes are committed before their step runs, so it must write all its KV before reading any; discard its leases first
     if it fails. A lease may borrow copies of documents outside its cached prefix (FusionRAG 4.1): read them from
     `extend` until `give_back` or the lease's end. `identity` names the model for the disk. The `replicate_nodes` most
-    used nodes are copied to the host early.
+    used nodes are copied to the host early. With `layers_in_host`, which may be empty, the pool's
+    KV can be in host memory, those layers' to begin with.
     """
 
     def __init__(
@@ -128,6 +136,7 @@ class KnowledgeCache:
         replicate_nodes: int = 0,
         transfers: Transfers | None = None,
         executor: Executor | None = None,
+        layers_in_host: Sequence[int] | None = None,
     ) -> None:
         if device_blocks < 1:
             raise ValueError(f"device_blocks is {device_blocks}: give 1 or more")
@@ -137,7 +146,11 @@ class KnowledgeCache:
             raise ValueError("a disk tier outlives the process: give the identity of the model that computes its KV")
         pinned = torch.device(device).type == "cuda"
         self.shape = shape
-        self.pool = BlockPool(shape, device_blocks, device)
+        self.pool: BlockPool
+        if layers_in_host is None:
+            self.pool = BlockPool(shape, device_blocks, device)
+        else:
+            self.pool = LayeredPool(shape, device_blocks, device, layers_in_host)
         host = BlockPool(shape, host_blocks, pinned=pinned)
         copies = Copies(transfers or make_transfers(device))
         device_tier, host_tier = (MemoryTier(pool, copies, policy, history) for pool in (self.pool, host))
@@ -296,6 +309,19 @@ class KnowledgeCache:
             self._sizes.resize_device(device_blocks)
         if host_blocks is not None:
             self._sizes.resize_host(host_blocks)
+
+    @property
+    def layers_in_host(self) -> tuple[int, ...]:
+        """The layers whose KV of requests lies in host memory."""
+        return self.pool.in_host if isinstance(self.pool, LayeredPool) else ()
+
+    def move_layer(self, layer: int, *, to_host: bool) -> None:
+        """Move the KV that requests use in a layer, between two steps. Raises MemoryError, with nothing changed;
+        ValueError unless the pool is layered."""
+        if not isinstance(self.pool, LayeredPool):
+            raise ValueError("the pool is not layered: all its KV stays on the device")
+        self._tiers.drain()
+        self.pool.move(layer, to_host=to_host)
 
     def replace_device(self, blocks: int) -> None:
         """Move the device's KV down a tier, and replace the pool. Raises MemoryError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import abc
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -100,11 +101,12 @@ class StreamedMemory:
             }
         )
 
-    def make_cache(self, make: Callable[[int, int], KnowledgeCache]) -> KnowledgeCache:
-        blocks, host_bytes = self.plan.blocks, self.plan.host_kv_bytes
+    def make_cache(self, make: Callable[[int, int, abc.Sequence[int]], KnowledgeCache]) -> KnowledgeCache:
+        blocks, host_bytes, layers = self.plan.blocks, self.plan.host_kv_bytes, len(self.weights.layers)
+        in_host = Residency.spread(layers, layers - self.plan.kv_host_layers, self.plan.kv_host_layers).in_host
         while True:
             try:
-                return make(blocks, host_bytes)
+                return make(blocks, host_bytes, in_host)
             except (MemoryError, RuntimeError) as error:
                 if fault_of(error) != "memory":
                     raise
@@ -253,6 +255,17 @@ class MemoryPressure:
     def end_move(self) -> None:
         assert self._streamer is not None
         self._streamer.end_move()
+
+    def kv_moves(self, in_host: int) -> tuple[list[int], bool]:
+        """Return the layers whose KV changes its place if that of `in_host` layers lies in host memory, and whether it
+        leaves the device."""
+        layers, now = self._cache.shape.layers, self._cache.layers_in_host
+        wanted = Residency.of_host(layers, now).with_counts(layers - in_host, in_host).in_host
+        return sorted({*now} ^ {*wanted}), in_host > len(now)
+
+    def move_kv(self, layer: int) -> None:
+        """Move the KV of a layer to the other place, between two steps. Raises MemoryError."""
+        self._cache.move_layer(layer, to_host=layer not in self._cache.layers_in_host)
 
     def begin_place(self, placement: Placement, residency: Residency, unfinished: Collection[Sequence]) -> None:
         """Reduce what becomes smaller, and begin to move layers. Changes nothing if running requests need the KV that

@@ -98,7 +98,7 @@ class TieredEngine:
             memory.place_layers()
         self.profile = settings.prefill_profile(lambda: engine_profile(model, settings, blocks))
         make = cache_maker(model, settings, self.profile, self._streamer)
-        self._cache = make(blocks, settings.host_bytes) if memory is None else memory.make_cache(make)
+        self._cache = make(blocks, settings.host_bytes, ()) if memory is None else memory.make_cache(make)
         self.max_model_len = model.longest or self.device_tokens
         ends = model.end_tokens(self.tokenizer)
         self._validator = RequestValidator(
@@ -234,6 +234,8 @@ class TieredEngine:
             running = set(_requests(scheduler.running))
             waiting = sum(sequence not in running for sequence in scheduler.waiting)
             stream = None if self._streamer is None else self._streamer.stats
+            if stream is not None:
+                stream = replace(stream, kv_host_layers=len(self._cache.layers_in_host))
             return self._counters.snapshot(self._cache.stats(), len(running), waiting, scheduler.preempted, stream)
 
     @property
@@ -252,6 +254,7 @@ class TieredEngine:
                 batch=min(self._scheduler.max_requests, step_tokens),
                 step_tokens=step_tokens,
                 slots=self._streamer.wanted_slots if self._streamer and weights.device < weights.total else 0,
+                kv_host_layers=len(self._cache.layers_in_host),
             )
 
     def relieve(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from threading import Lock
 
@@ -66,21 +66,31 @@ class Moves:
         with self._lock:
             self._ready()
             self._memory.begin_place(placement, residency, self._unfinished())
-        self._carry(residency)
+            kv, more = self._memory.kv_moves(placement.kv_host_layers)
+        # What makes room on the device comes first, what takes it last.
+        self._carry(residency, kv_before=kv if more else (), kv_after=() if more else kv)
         with self._lock:
             self._ready()
             self._memory.finish_place(placement, self._unfinished())
 
-    def _carry(self, residency: Residency) -> None:
+    def _carry(self, residency: Residency, *, kv_before: Iterable[int] = (), kv_after: Iterable[int] = ()) -> None:
         try:
+            self._carry_kv(kv_before)
             while True:
                 with self._lock:
                     self._ready()
                     move = self._memory.next_move(residency)
                 if move is None:
-                    return
+                    break
                 move.read()
+            self._carry_kv(kv_after)
         except BaseException:
             with self._lock:
                 self._memory.end_move()
             raise
+
+    def _carry_kv(self, layers: Iterable[int]) -> None:
+        for layer in layers:
+            with self._lock:
+                self._ready()
+                self._memory.move_kv(layer)

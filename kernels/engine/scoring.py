@@ -119,7 +119,8 @@ class Question:
         else:
             gathered = Gathered(pool, [places], [self.start])
             keys = _gathered_keys(gathered, pool.shape.layers - 1, self.start, self.keys, held)
-        return attention_received(self.queries, keys)[: self.start]
+        with pool.supplied(pool.shape.layers - 1):
+            return attention_received(self.queries, keys)[: self.start]
 
 
 def read_question(forward: Forward, pool: BlockPool, piece: Piece) -> Question:
@@ -139,13 +140,13 @@ class _LastLayer:
     call: AttentionCall
 
     def __init__(self, pool: BlockPool, batch: PackedBatch, gathered: Gathered | None) -> None:
-        self._views = pool.views
+        self._pool = pool
         self._batch = batch
         self._gathered = gathered
 
     def attend(self, call: AttentionCall) -> Tensor:
         layer, query, key, value, scale, window, softcap = call
-        views = self._views
+        views = self._pool.views
         if layer == len(views.key_caches) - 1:
             self.call = call
             raise ForwardEnded
@@ -153,7 +154,10 @@ class _LastLayer:
             caches = views.key_caches[layer], views.value_caches[layer]
         else:
             caches = self._gathered.layer(layer)
-        return prefix_attention(query, key, value, *caches, self._batch, scale=scale, window=window, softcap=softcap)
+        with self._pool.supplied(layer):
+            return prefix_attention(
+                query, key, value, *caches, self._batch, scale=scale, window=window, softcap=softcap
+            )
 
 
 Span = tuple[int, int]

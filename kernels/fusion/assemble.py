@@ -68,7 +68,7 @@ def read_rows(pool: BlockPool, table: Sequence[int], begin: int, end: int) -> Te
     size = pool.shape.block_size
     first = begin // size
     blocks = torch.as_tensor(table[first : -(-end // size)], dtype=torch.int64, device=pool.device)
-    rows = pool.kv[blocks].permute(0, 3, 1, 2, 4, 5).flatten(0, 1)
+    rows = pool.read(blocks).permute(0, 3, 1, 2, 4, 5).flatten(0, 1)
     return rows[begin - first * size : end - first * size].clone()
 
 

@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 from ragorder.kernels.attention import PackedBatch, prefix_attention, sparse_attention
 from ragorder.kernels.attention.runs import Runs
 from ragorder.kernels.models.support import UnsupportedModelError
-from ragorder.kernels.paging import BlockPool
+from ragorder.kernels.paging import BlockPool, StepBlocks
 from ragorder.kernels.paging.places import Turn
 
 IMPLEMENTATION = "ragorder"
@@ -66,8 +66,8 @@ class ScatteredRows:
 
 
 class PagedStep:
-    """`slots` int64 (S,), block * `KVShape.block_rows` + offset, get the KV of the tokens `written` int64 (S,), by
-    default of all in order. The last rows are `scattered`."""
+    """`slots` int64 (S,), block * `BlockPool.block_rows` + offset, get the KV of the tokens `written` int64 (S,), by
+    default of all in order. The last rows are `scattered`. `blocks`: those of the step, for a pool that copies them."""
 
     def __init__(
         self,
@@ -76,14 +76,20 @@ class PagedStep:
         slots: torch.Tensor,
         scattered: ScatteredRows | None = None,
         written: torch.Tensor | None = None,
+        blocks: StepBlocks | None = None,
     ) -> None:
         self._pool = pool
         self._batch = batch
         self._slots = slots
         self._written = written
+        self._blocks = blocks
         self.scattered = scattered
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
+        with self._pool.supplied(call.layer, self._blocks):
+            return self._attend(call)
+
+    def _attend(self, call: AttentionCall) -> torch.Tensor:
         layer, query, key, value, scale, window, softcap = call
         views, scattered = self._pool.views, self.scattered
         # Write all new tokens before any sequence reads the pool: one may begin with nodes that another computes.

@@ -17,7 +17,7 @@ from ragorder.kernels.attention.batch import to_device
 from ragorder.kernels.attention.runs import Runs
 from ragorder.kernels.models.attention import STEP, PagedStep, ScatteredRows, StepAttention
 from ragorder.kernels.offload.stream import LayerStreamer
-from ragorder.kernels.paging import BlockPool, Gathered, Places
+from ragorder.kernels.paging import BlockPool, Gathered, Places, StepBlocks
 
 _Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -83,9 +83,9 @@ def pack(pieces: Sequence[Piece], pool: BlockPool) -> PackedStep:
         long[total + start : total + start + count] = positions
         if piece.places is None:
             blocks, offsets = np.divmod(positions, shape.block_size)
-            slots = table[blocks] * np.int64(shape.block_rows) + offsets
+            slots = table[blocks] * np.int64(pool.block_rows) + offsets
         else:
-            slots = piece.places.blocks[positions] * shape.block_rows + piece.places.offsets[positions]
+            slots = piece.places.blocks[positions] * pool.block_rows + piece.places.offsets[positions]
             slots[piece.places.origins[positions] >= 0] = -1
         long[2 * total + start : 2 * total + start + count] = slots
     long[3 * total :] = ends
@@ -95,10 +95,11 @@ def pack(pieces: Sequence[Piece], pool: BlockPool) -> PackedStep:
     batch = PackedBatch.pack(counts[:adjacent], contexts[:adjacent], tables[:adjacent], device)
     longs = to_device(long, device)
     token_ids, positions_, to, kept = longs.split([total, total, total, len(ends)])
+    moved = _step_blocks(packed, tables, long[2 * total : 3 * total], pool) if pool.copied else None
     if adjacent == len(packed):
-        return PackedStep(token_ids, positions_, kept, PagedStep(pool, batch, to))
+        return PackedStep(token_ids, positions_, kept, PagedStep(pool, batch, to, blocks=moved))
     places = [piece.places or Places.of(piece.table, piece.context, shape.block_size) for piece in packed[adjacent:]]
-    rows = [each.rows(shape)[:context] for each, context in zip(places, contexts[adjacent:], strict=True)]
+    rows = [each.rows(pool)[:context] for each, context in zip(places, contexts[adjacent:], strict=True)]
     moves = [each.moves[:context] for each, context in zip(places, contexts[adjacent:], strict=True)]
     turning = next((each.turning for each in places if each.turning is not None), None)
     reading, runs = Runs.pack(rows, moves, [piece.rows for piece in packed[adjacent:]], device)
@@ -108,7 +109,17 @@ def pack(pieces: Sequence[Piece], pool: BlockPool) -> PackedStep:
     if (long[2 * total : 3 * total] < 0).any():
         written = to_device(np.flatnonzero(long[2 * total : 3 * total] >= 0), device)
         to = to[written]
-    return PackedStep(token_ids, positions_, kept, PagedStep(pool, batch, to, scattered, written))
+    return PackedStep(token_ids, positions_, kept, PagedStep(pool, batch, to, scattered, written, moved))
+
+
+def _step_blocks(
+    pieces: Sequence[Piece], tables: Sequence[_Ints], slots: np.ndarray[Any, np.dtype[np.int64]], pool: BlockPool
+) -> StepBlocks:
+    # Attention may load a whole table, and block 0 where tables are padded.
+    elsewhere = [piece.places.blocks for piece in pieces if piece.places is not None]
+    read = np.unique(np.concatenate([np.zeros(1, dtype=np.int64), *tables, *elsewhere]))
+    written = np.unique(slots[slots >= 0] // pool.block_rows)
+    return StepBlocks(read.tolist(), written.tolist())
 
 
 class ForwardEnded(Exception):  # noqa: N818

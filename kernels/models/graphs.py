@@ -84,7 +84,7 @@ class FixedStep:
             tables[row, : len(piece.table)] = piece.table
             contexts[row] = piece.start
             places, offsets = np.divmod(positions[own], shape.block_size)
-            slots[own] = tables[row, places] * np.int64(shape.block_rows) + offsets
+            slots[own] = tables[row, places] * np.int64(self._pool.block_rows) + offsets
         written[: ends[-1]] = np.arange(ends[-1])
         slots[ends[-1] :] = slots[0]
         wanted = [end - 1 for piece, end in zip(pieces, ends, strict=True) if piece.wants_logits]
@@ -161,9 +161,9 @@ class StepGraphs:
 
     def clear(self) -> None:
         self._held: LRUCache[_Held] = LRUCache(_GRAPHS)
-        # A resized pool lies elsewhere.
-        self._kv = ref(self._pool.kv)
         if self._capture is not None:
+            # A resized pool lies elsewhere.
+            self._kv = ref(self._pool.kv)
             self._capture.forget()
 
     def compute(self, pieces: Sequence[Piece]) -> torch.Tensor | None:

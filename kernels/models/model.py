@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -237,7 +237,7 @@ def _cast(model: Any, dtype: torch.dtype) -> None:
 
 def cache_maker(
     model: PatchedModel, settings: EngineSettings, profile: PrefillProfile, streamer: LayerStreamer | None
-) -> Callable[[int, int], KnowledgeCache]:
+) -> Callable[[int, int, Sequence[int]], KnowledgeCache]:
     shape, name = model.shape, ""
     disk: DiskSettings | None = None
     if settings.disk_path is not None:
@@ -245,7 +245,7 @@ def cache_maker(
         # Reads all weights, so only for KV that outlives the process.
         name = _identity(model, streamer)
 
-    def make(device_blocks: int, host_bytes: int) -> KnowledgeCache:
+    def make(device_blocks: int, host_bytes: int, layers_in_host: Sequence[int] = ()) -> KnowledgeCache:
         return KnowledgeCache(
             shape,
             device_blocks=device_blocks,
@@ -257,6 +257,7 @@ def cache_maker(
             device=model.device,
             identity=name,
             replicate_nodes=settings.replicate_nodes,
+            layers_in_host=None if streamer is None else layers_in_host,
         )
 
     return make

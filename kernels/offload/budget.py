@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ragorder.errors import RagorderError
-from ragorder.pipelining.placement.plan import LEAST_STEP, fit_device, fit_host, step_sizes
+from ragorder.pipelining.placement.base import pool_spread
+from ragorder.pipelining.placement.plan import LEAST_STEP, DeviceFit, fit_device, fit_host, fit_pool, step_sizes
 
 # Tokens of a request that must fit into any budget.
 _REQUEST_TOKENS = 2048
@@ -40,7 +41,8 @@ class MemoryNeeds:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Tokens of the largest step, KV blocks, layers and slots on the device; layers and KV bytes in the host."""
+    """Tokens of the largest step, KV blocks, layers and slots on the device; layers, KV bytes of documents, and layers
+    with the running batch's KV in the host."""
 
     step_tokens: int
     blocks: int
@@ -49,6 +51,7 @@ class MemoryPlan:
     host_layers: int
     host_kv_bytes: int
     device_bytes: int
+    kv_host_layers: int = 0
 
     @property
     def streams(self) -> bool:
@@ -67,38 +70,52 @@ def plan_memory(
     held: bool = False,
 ) -> MemoryPlan:
     """Plan within the budgets, as `plan_placement` does: the whole model if it fits with one request, else a ring and
-    the layers beside it. `longest` is the tokens of a request, `device_tokens` the exact KV, `wanted_tokens` the most
-    useful KV. Steps of `max_batch_tokens` are `held` if they fit at all, and smaller otherwise. Raises BudgetError."""
+    the layers beside it. `longest` is the tokens of a request, `device_tokens` the exact KV, which goes to the host
+    where it does not fit, `wanted_tokens` the most useful KV. Steps of `max_batch_tokens` are `held` if they fit at
+    all, and smaller otherwise. Raises BudgetError."""
+    layers = len(needs.layers)
     request = device_tokens or min(longest or _REQUEST_TOKENS, _REQUEST_TOKENS)
     least_kv, least_step = needs.kv(request), min(LEAST_STEP, max_batch_tokens)
-    least = needs.outside + needs.slot + needs.workspace(least_step) + least_kv
-    if device_bytes < least:
+    kv = least_kv if device_tokens is None else max(1, device_tokens // needs.block_tokens) * needs.block
+    steps = step_sizes(max_batch_tokens, least_step)
+
+    def fit(on_device: int, tried: Sequence[int] = steps) -> DeviceFit | None:
+        return fit_device(
+            device_bytes,
+            fixed=needs.outside + on_device,
+            slot=needs.slot,
+            layers=layers,
+            workspace=needs.workspace,
+            steps=tried,
+        )
+
+    place = partial(fit_pool, kv, layers, 0 if device_tokens is None else host_bytes, needs.staging)
+    placed = (place(partial(fit, tried=steps[:1])) if held else None) or place(fit)
+    if placed is None:
+        least = needs.outside + needs.slot + needs.workspace(least_step) + least_kv
         raise BudgetError(
             f"device_bytes is {device_bytes}, and {least - device_bytes} bytes are missing: the weights outside the "
             f"layers take {needs.outside} bytes, one layer {needs.slot}, a step of {least_step} tokens "
             f"{needs.workspace(least_step)}, the KV of one request of {request} tokens {least_kv}. Give device_bytes "
             f"{format_bytes(least)} or more, or a smaller device_tokens or max_model_len"
         )
-    fit = partial(fit_device, device_bytes, slot=needs.slot, layers=len(needs.layers), workspace=needs.workspace)
-    steps = step_sizes(max_batch_tokens, least_step)
-    kv = least_kv if device_tokens is None else max(1, device_tokens // needs.block_tokens) * needs.block
-    found = (fit(fixed=needs.outside + kv, steps=steps[:1]) if held else None) or fit(
-        fixed=needs.outside + kv, steps=steps
-    )
-    assert found is not None
+    in_host, found = placed
     if device_tokens is None:
         most = device_bytes if wanted_tokens is None else max(least_kv, needs.kv(wanted_tokens))
-        if found.layers < len(needs.layers):
+        if found.layers < layers:
             left = device_bytes - needs.outside - needs.workspace(found.step_tokens)
             kv = max(least_kv, min(int(left * _KV_SHARE), left - needs.slot, most)) // needs.block * needs.block
-            found = fit(fixed=needs.outside + kv, steps=[found.step_tokens])
-            assert found is not None
+            again = fit(kv, [found.step_tokens])
+            assert again is not None
+            found = again
         more = max(0, min(found.free, most - kv)) // needs.block * needs.block
         kv, found = kv + more, replace(found, free=found.free - more)
-    streamed = len(needs.layers) - found.layers
-    in_host, host_kv = fit_host(host_bytes - (needs.staging if streamed else 0), streamed, needs.slot)
+    streamed = layers - found.layers
+    host_left = host_bytes - (needs.staging if streamed else 0) - pool_spread(kv, layers, in_host).host
+    host_layers, host_kv = fit_host(host_left, streamed, needs.slot)
+    used = device_bytes - found.free
     return MemoryPlan(
-        found.step_tokens, kv // needs.block, found.layers, found.slots, in_host, host_kv, device_bytes - found.free
+        found.step_tokens, kv // needs.block, found.layers, found.slots, host_layers, host_kv, used, in_host
     )
 
 

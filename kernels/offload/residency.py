@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import Self
@@ -50,6 +51,15 @@ class Residency:
         put(at(Place.HOST), max(0, len(at(Place.HOST)) - host), Place.DISK)
         put(at(Place.DISK), max(0, host - len(at(Place.HOST))), Place.HOST)
         return type(self)(tuple(places))
+
+    @classmethod
+    def of_host(cls, layers: int, in_host: Collection[int]) -> Self:
+        """Return the residency with these layers in host memory, the others on the device."""
+        return cls(tuple(Place.HOST if layer in in_host else Place.DEVICE for layer in range(layers)))
+
+    @property
+    def in_host(self) -> tuple[int, ...]:
+        return tuple(layer for layer, place in enumerate(self.places) if place is Place.HOST)
 
     def __getitem__(self, layer: int) -> Place:
         return self.places[layer]

@@ -27,7 +27,8 @@ _ORDER = (Place.DEVICE, Place.HOST, Place.DISK)
 @dataclass(frozen=True, slots=True)
 class StreamStats:
     """Streamed layers that were ready (`hits`) or waited for; `bytes` read from the checkpoint; layers by tier; layers
-    that have `moved`, that could not be read for a move (`unmoved`), and that are still to move (`moving`)."""
+    that have `moved`, that could not be read for a move (`unmoved`), and that are still to move (`moving`); layers with
+    the KV of running requests in host memory (`kv_host_layers`)."""
 
     hits: int
     waits: int
@@ -40,6 +41,7 @@ class StreamStats:
     moved: int = 0
     unmoved: int = 0
     moving: int = 0
+    kv_host_layers: int = 0
 
 
 class LayerStreamer:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ragorder.kernels.attention.runs import QueryTurn
-from ragorder.kernels.paging.pool import BlockPool, KVShape
+from ragorder.kernels.paging.pool import BlockPool
 
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -43,9 +43,9 @@ class Places:
         """Positions between where each key was computed and where it is read."""
         return np.where(self.origins < 0, 0, np.arange(len(self.origins)) - self.origins)
 
-    def rows(self, shape: KVShape) -> _Ints:
+    def rows(self, pool: BlockPool) -> _Ints:
         """Return where each position's KV is in the rows of a layer."""
-        return self.blocks * shape.block_rows + self.offsets
+        return self.blocks * pool.block_rows + self.offsets
 
     @classmethod
     def of(cls, table: Any, tokens: int, block_size: int) -> Self:
@@ -69,7 +69,7 @@ class Gathered:
         for each, start, length in zip(places, starts, lengths, strict=False):
             # The rest of a last block is any row: none attends to it.
             own = slice(start * shape.block_size, start * shape.block_size + length)
-            rows[own] = each.rows(shape)[:length]
+            rows[own] = each.rows(pool)[:length]
             origins[own] = each.origins[:length]
             moves[own] = each.moves[:length]
             turning = turning or each.turning
@@ -84,8 +84,9 @@ class Gathered:
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return keys and values (blocks, block size, KV heads, D)."""
         views, shape = self._pool.views, self._pool.shape
-        keys = views.key_rows[layer].index_select(0, self._rows)
-        values = views.value_rows[layer].index_select(0, self._rows)
+        with self._pool.supplied(layer):
+            keys = views.key_rows[layer].index_select(0, self._rows)
+            values = views.value_rows[layer].index_select(0, self._rows)
         if self._turn is not None:
             keys.index_copy_(0, self._shared, self._turn.apply(keys.index_select(0, self._shared), layer))
         blocked = (-1, shape.block_size, shape.kv_heads, shape.head_dim)

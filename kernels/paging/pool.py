@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -58,20 +59,37 @@ class _LayerViews:
     value_caches: list[torch.Tensor]
 
     @classmethod
-    def of(cls, kv: torch.Tensor, shape: KVShape) -> _LayerViews:
-        rows = kv.view(-1, shape.kv_heads, shape.head_dim)
-        size, layers = shape.block_size, range(shape.layers)
-        # A layer's values follow its keys, so that as many rows are from its first value on.
-        return cls(
-            [rows[2 * layer * size : max(0, len(rows) - size)] for layer in layers],
-            [rows[(2 * layer + 1) * size :] for layer in layers],
-            [kv[:, layer, 0] for layer in layers],
-            [kv[:, layer, 1] for layer in layers],
-        )
+    def of(cls, parts: Sequence[torch.Tensor], shape: KVShape) -> Self:
+        """`parts` have the layers in order, one or more each."""
+        found, size = cls([], [], [], []), shape.block_size
+        for kv in parts:
+            rows = kv.view(-1, shape.kv_heads, shape.head_dim)
+            for layer in range(kv.shape[1]):
+                # A layer's values follow its keys, so that as many rows are from its first value on.
+                found.key_rows.append(rows[2 * layer * size : max(0, len(rows) - size)])
+                found.value_rows.append(rows[(2 * layer + 1) * size :])
+                found.key_caches.append(kv[:, layer, 0])
+                found.value_caches.append(kv[:, layer, 1])
+        return found
 
 
 class OutOfBlocksError(RagorderError, RuntimeError):
     """Too few blocks are free. Nothing has changed."""
+
+
+class StepBlocks(NamedTuple):
+    """Blocks that a step reads, ascending, and those of them that it writes."""
+
+    read: Sequence[int]
+    written: Sequence[int]
+
+
+class Part(NamedTuple):
+    """Bytes (blocks, n) of a pool on `device`: of each block those from `first` on."""
+
+    bytes: torch.Tensor
+    first: int
+    device: torch.device
 
 
 class BlockPool:
@@ -88,7 +106,7 @@ class BlockPool:
         self.blocks = blocks
         self.device = torch.device(device)
         self._pinned = pinned
-        self.kv = self._make(blocks)
+        self._memory = self._make(blocks)
         self._views: _LayerViews | None = None
         self._references = [0] * blocks
         # A stack: the last block is allocated first.
@@ -111,11 +129,40 @@ class BlockPool:
         return self.blocks * self.shape.block_bytes
 
     @property
+    def kv(self) -> torch.Tensor:
+        return self._memory[0]
+
+    @property
+    def block_rows(self) -> int:
+        """Rows from one block's first to the next one's, in each layer."""
+        return self.shape.block_rows
+
+    @property
     def views(self) -> _LayerViews:
         """Invalid after `resize`."""
         if self._views is None:
-            self._views = _LayerViews.of(self.kv, self.shape)
+            self._views = _LayerViews.of(self._viewed(), self.shape)
         return self._views
+
+    @property
+    def parts(self) -> list[Part]:
+        return [Part(self.kv.view(torch.uint8).view(self.blocks, self.shape.block_bytes), 0, self.device)]
+
+    @property
+    def copied(self) -> bool:
+        """Whether steps need `supplied` KV."""
+        return False
+
+    def supplied(self, layer: int, blocks: StepBlocks | None = None) -> AbstractContextManager[None]:
+        """Have the KV of a layer's `blocks` (None: all in use, to read) in the memory of `views` meanwhile."""
+        return nullcontext()
+
+    def settle(self) -> None:
+        """Wait until what steps wrote can be read in all parts."""
+
+    def read(self, blocks: Any) -> torch.Tensor:
+        """Return the KV of blocks (a list, or int64 on the device), as `kv`."""
+        return self.kv[blocks]
 
     def rows(self) -> Any:
         return self.kv.view(torch.uint8).numpy().reshape(self.blocks, self.shape.block_bytes)
@@ -154,14 +201,19 @@ class BlockPool:
     def clear(self) -> None:
         self._references = [0] * self.blocks
         self._free = list(range(self.blocks - 1, -1, -1))
-        self.kv.zero_()
+        self.settle()
+        for kv in self._memory:
+            kv.zero_()
 
     def close(self) -> None:
         """Give the memory back. The pool's blocks cannot be used again."""
-        self.kv, self._views = self.kv.new_empty((0, *self.kv.shape[1:])), None
+        self.settle()
+        self._memory, self._views = [kv.new_empty((0, *kv.shape[1:])) for kv in self._memory], None
 
     def copy(self, source: int, target: int) -> None:
-        self.kv[target].copy_(self.kv[source])
+        self.settle()
+        for kv in self._memory:
+            kv[target].copy_(kv[source])
 
     def resize(self, blocks: int) -> dict[int, int]:
         """Resize to `blocks` blocks. Return the new numbers of the used blocks that had to move. Unless no block is
@@ -173,13 +225,15 @@ class BlockPool:
         if len(used) > blocks:
             raise OutOfBlocksError(f"{len(used)} blocks are in use: the pool cannot shrink to {blocks}")
         moves = self._moves(used, blocks)
-        kv = self._make(blocks) if used else self._replaced(blocks)
+        self.settle()
+        memory = self._make(blocks) if used else self._replaced(blocks)
         for first, into, count in runs(used, [moves.get(block, block) for block in used]):
-            kv[into : into + count].copy_(self.kv[first : first + count])
+            for new, old in zip(memory, self._memory, strict=True):
+                new[into : into + count].copy_(old[first : first + count])
         references = [0] * blocks
         for block in used:
             references[moves.get(block, block)] = self._references[block]
-        self.kv, self._views, self.blocks = kv, None, blocks
+        self._memory, self._views, self.blocks = memory, None, blocks
         self._references = references
         self._free = [block for block in range(blocks - 1, -1, -1) if not references[block]]
         return moves
@@ -188,35 +242,42 @@ class BlockPool:
         spare = (block for block in range(blocks) if block >= self.blocks or not self._references[block])
         return {block: next(spare) for block in used if block >= blocks}
 
-    def _replaced(self, blocks: int) -> torch.Tensor:
+    def _replaced(self, blocks: int) -> list[torch.Tensor]:
         before = self.blocks
         self._views = None
-        self.kv = self.kv.new_empty(0)
+        self._memory = []
         try:
             return self._make(blocks)
         except MemoryError:
             try:
-                self.kv = self._make(before)
+                self._memory = self._make(before)
             except MemoryError:
                 # An empty pool can grow again.
-                self.kv, self.blocks, self._references, self._free = self._make(0), 0, [], []
+                self._memory, self.blocks, self._references, self._free = self._make(0), 0, [], []
             raise
 
-    def _make(self, blocks: int) -> torch.Tensor:
-        shape = self.shape
-        size = (blocks, shape.layers, 2, shape.block_size, shape.kv_heads, shape.head_dim)
-        try:
-            # Threads outside inference mode write to it.
-            with torch.inference_mode(False):
-                if self.device.type == "cpu" and not self._pinned and blocks:
-                    # torch.zeros writes every page.
-                    pages = mmap(-1, blocks * shape.block_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
-                    return torch.frombuffer(pages, dtype=shape.dtype).view(size)
-                return torch.zeros(size, dtype=shape.dtype, device=self.device, pin_memory=self._pinned and blocks > 0)
-        except (OSError, OverflowError, RuntimeError) as error:
-            raise MemoryError(
-                f"{self.device} has no room for {blocks} blocks of {shape.block_bytes} bytes: give the pool fewer"
-            ) from error
+    def _viewed(self) -> list[torch.Tensor]:
+        """Return the memory that steps read, layer after layer."""
+        return self._memory
+
+    def _make(self, blocks: int) -> list[torch.Tensor]:
+        return [zeros(self.shape, blocks, self.shape.layers, self.device, pinned=self._pinned)]
+
+
+def zeros(shape: KVShape, blocks: int, layers: int, device: torch.device, *, pinned: bool) -> torch.Tensor:
+    """Return memory for the KV of some layers. Raises MemoryError."""
+    size = (blocks, layers, 2, shape.block_size, shape.kv_heads, shape.head_dim)
+    nbytes = blocks * (shape.block_bytes // shape.layers) * layers
+    try:
+        # Threads outside inference mode write to it.
+        with torch.inference_mode(False):
+            if device.type == "cpu" and not pinned and blocks:
+                # torch.zeros writes every page.
+                pages = mmap(-1, nbytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+                return torch.frombuffer(pages, dtype=shape.dtype).view(size)
+            return torch.zeros(size, dtype=shape.dtype, device=device, pin_memory=pinned and blocks > 0)
+    except (OSError, OverflowError, RuntimeError) as error:
+        raise MemoryError(f"{device} has no room for {blocks} blocks, {nbytes} bytes: give the pool fewer") from error
 
 
 def runs(source_blocks: Sequence[int], target_blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:

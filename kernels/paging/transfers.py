@@ -12,6 +12,9 @@ import torch
 
 from ragorder.kernels.paging.pool import BlockPool, runs
 
+_Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+"""The same bytes of all blocks in two pools."""
+
 
 class Transfer(Protocol):
     """A running copy. Do not write to its source, and reuse neither side."""
@@ -43,6 +46,21 @@ class Transfers(Protocol):
 
 
 _logger = logging.getLogger("ragorder.kernels")
+
+
+def _pairs(source: BlockPool, target: BlockPool) -> tuple[_Pairs, _Pairs]:
+    """Return the pairs that are both in host memory, and the others."""
+    if source.shape.block_bytes != target.shape.block_bytes:
+        raise ValueError(f"blocks of {source.shape.block_bytes} bytes are no blocks of {target.shape.block_bytes}")
+    in_host: _Pairs = []
+    across: _Pairs = []
+    for one, first, here in source.parts:
+        for other, into, there in target.parts:
+            begin, end = max(first, into), min(first + one.shape[1], into + other.shape[1])
+            if begin < end:
+                pairs = in_host if here.type == there.type == "cpu" else across
+                pairs.append((one[:, begin - first : end - first], other[:, begin - into : end - into]))
+    return in_host, across
 
 
 class ThreadTransfers:
@@ -89,9 +107,11 @@ class _ThreadTransfer:
 
     def copy(self) -> None:
         try:
-            source, target = self._source.rows(), self._target.rows()
-            for first, into, count in self._pieces:
-                target[into : into + count] = source[first : first + count]
+            self._source.settle()
+            for one, other in _pairs(self._source, self._target)[0]:
+                source, target = one.numpy(), other.numpy()
+                for first, into, count in self._pieces:
+                    target[into : into + count] = source[first : first + count]
         except Exception:
             self.failed = True
             _logger.exception("copying %d pieces of KV failed", len(self._pieces))
@@ -116,13 +136,16 @@ class StreamTransfers:
             return self._within_host.start(source, source_blocks, target, target_blocks)
         stream = self._out_of if target.device.type == "cpu" else self._into
         stream.wait_stream(torch.cuda.current_stream(self._device))
+        in_host, across = _pairs(source, target)
         with torch.cuda.stream(stream):
-            for first, into, count in runs(source_blocks, target_blocks):
-                target.kv[into : into + count].copy_(source.kv[first : first + count], non_blocking=True)
+            for one, other in across:
+                for first, into, count in runs(source_blocks, target_blocks):
+                    _copy(one[first : first + count], other[into : into + count])
             # Blocking, so that a waiting thread sleeps.
             ended = torch.cuda.Event(blocking=True)
             ended.record(stream)
-        return _StreamTransfer(ended, self._device, source, target)
+        host = self._within_host.start(source, source_blocks, target, target_blocks) if in_host else None
+        return _StreamTransfer(ended, self._device, host, source, target)
 
     def close(self) -> None:
         self._into.synchronize()
@@ -130,25 +153,45 @@ class StreamTransfers:
         self._within_host.close()
 
 
-class _StreamTransfer:
-    # A failed copy on a GPU is an error of the whole context, which the next call raises.
-    failed = False
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    if source.is_contiguous() and target.is_contiguous():
+        target.copy_(source, non_blocking=True)
+        return
+    # Rows of pinned memory that are apart would be gathered in other memory first.
+    for one, other in zip(source, target, strict=True):
+        other.copy_(one, non_blocking=True)
 
-    def __init__(self, ended: torch.cuda.Event, device: torch.device, *pools: BlockPool) -> None:
+
+class _StreamTransfer:
+    """`host`: of layers whose KV both pools have in host memory."""
+
+    def __init__(
+        self, ended: torch.cuda.Event, device: torch.device, host: _ThreadTransfer | None, *pools: BlockPool
+    ) -> None:
         self._ended = ended
         self._device = device
+        self._host = host
         # Keeps a staging pool alive while it is read.
         self._pools = pools
 
     @property
+    def failed(self) -> bool:
+        # A failed copy on a GPU is an error of the whole context, which the next call raises.
+        return self._host is not None and self._host.failed
+
+    @property
     def done(self) -> bool:
-        return bool(self._ended.query())
+        return bool(self._ended.query()) and (self._host is None or self._host.done)
 
     def wait(self) -> None:
         self._ended.synchronize()
+        if self._host is not None:
+            self._host.wait()
 
     def fence(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._ended)
+        if self._host is not None:
+            self._host.wait()
 
 
 def make_transfers(device: torch.device | str) -> Transfers:

@@ -14,6 +14,9 @@ _Bytes = Annotated[int, Field(ge=0)]
 # Partitions in memory in addition to resident ones.
 _PASSING = 2
 
+KV_BUFFERS = 2
+"""Buffers on the device for layers with KV in host memory: one attends while the next is copied."""
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -32,8 +35,8 @@ class Spread:
 class Placement:
     """Decoder layers and bytes of KV by tier, partitions of the index in host memory, and the batch.
 
-    `slots`: buffers on the device for streamed layers; `step_tokens`: of the largest step. KV on the device is for the
-    running batch first.
+    `slots`: buffers on the device for streamed layers; `step_tokens`: of the largest step. `kv.device` is the pool, for
+    the running batch first. Of `kv_host_layers` layers it lies in host memory, and passes buffers on the device.
     """
 
     weights: Spread
@@ -42,10 +45,13 @@ class Placement:
     batch: int
     step_tokens: int
     slots: int = 0
+    kv_host_layers: int = 0
 
     def __post_init__(self) -> None:
-        if min(*amounts(self.weights), *amounts(self.kv), self.partitions, self.slots) < 0:
+        if min(*amounts(self.weights), *amounts(self.kv), self.partitions, self.slots, self.kv_host_layers) < 0:
             raise ValueError("a placement has a negative amount: give 0 or more")
+        if self.kv_host_layers > self.weights.total:
+            raise ValueError(f"of {self.weights.total} layers a placement has KV of {self.kv_host_layers} in the host")
         if self.batch < 1 or self.step_tokens < self.batch:
             raise ValueError(
                 f"a batch of {self.batch} requests in steps of {self.step_tokens} tokens: each request takes one token "
@@ -57,6 +63,19 @@ class Placement:
     @property
     def streamed(self) -> int:
         return self.weights.host + self.weights.disk
+
+    @property
+    def kv_host_share(self) -> float:
+        """Share of the running batch's KV in host memory: the paper's c_cpu."""
+        return self.kv_host_layers / max(1, self.weights.total)
+
+
+def pool_spread(pool: int, layers: int, in_host: int) -> Spread:
+    """Return where the bytes of a pool are if `in_host` of its layers lie in host memory, with their buffers."""
+    if not in_host:
+        return Spread(device=pool)
+    each = -(-pool // layers)
+    return Spread((layers - in_host + min(KV_BUFFERS, in_host)) * each, in_host * each)
 
 
 def amounts(spread: Spread) -> tuple[int, int, int]:

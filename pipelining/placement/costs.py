@@ -6,7 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-from ragorder.pipelining.placement.base import NO_INDEX, IndexSizes, ModelSizes, Placement, Spread, Workload, amounts
+from ragorder.pipelining.placement.base import (
+    NO_INDEX,
+    IndexSizes,
+    ModelSizes,
+    Placement,
+    Spread,
+    Workload,
+    amounts,
+    pool_spread,
+)
 from ragorder.pipelining.placement.budgets import Budgets
 
 
@@ -32,7 +41,8 @@ class PlacementCosts(Protocol):
     def step_tokens(self) -> int:
         """Tokens of the largest step; a step is smaller if memory is short."""
 
-    def generation_s(self, batch: int, weights: Spread, step_tokens: int) -> float: ...
+    def generation_s(self, batch: int, weights: Spread, step_tokens: int, kv_host_layers: int = 0) -> float:
+        """Return the seconds of a batch; with KV in host memory it is copied in each step."""
 
     def retrieval_s(self, partitions: int) -> float: ...
 
@@ -67,7 +77,8 @@ class Footprint:
         yield "weights outside the layers", Spread(device=model.outside)
         yield "layers", Spread(placement.weights.device * slot, placement.weights.host * slot)
         yield ("buffers of streamed layers", Spread(placement.slots * slot, model.staging if placement.streamed else 0))
-        yield "KV", placement.kv
+        pool = pool_spread(placement.kv.device, placement.weights.total, placement.kv_host_layers)
+        yield "KV", Spread(pool.device, pool.host + placement.kv.host, placement.kv.disk)
         yield "workspace of a step", Spread(device=model.workspace(placement.step_tokens, placement.batch))
         yield "index without partitions", Spread(host=index.fixed)
         yield "partitions", Spread(host=index.resident(placement.partitions))
@@ -115,7 +126,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class EstimatedCosts:
-    """Times from sizes and rates: a step is computation or the copy of its layers, a retrieval read and scan."""
+    """Times from sizes and rates: a step is computation or the copy of its layers and KV, a retrieval read and scan."""
 
     model: ModelSizes
     rates: Rates
@@ -125,15 +136,20 @@ class EstimatedCosts:
     step_tokens: int = _STEP_TOKENS
     estimated: bool = True
 
-    def generation_s(self, batch: int, weights: Spread, step_tokens: int) -> float:
-        slot = self.model.slot
+    def generation_s(self, batch: int, weights: Spread, step_tokens: int, kv_host_layers: int = 0) -> float:
+        slot, workload = self.model.slot, self.workload
         stream_s = slot * (weights.host / self.rates.host + weights.disk / self.rates.disk)
-        shared = self.workload.kv_tokens(batch) - batch * self.workload.answer_tokens
-        prompts = max(batch, shared)
-        whole, rest = divmod(prompts, step_tokens)
-        prefill_s = whole * max(stream_s, self._compute_s(step_tokens))
-        prefill_s += max(stream_s, self._compute_s(rest)) if rest else 0.0
-        return prefill_s + (self.workload.answer_tokens - 1) * max(stream_s, self._compute_s(batch))
+        copy_s = kv_host_layers / len(self.model.layers) * self.model.kv_token / self.rates.host
+
+        def step_s(tokens: int, kv_tokens: int) -> float:
+            return max(stream_s + kv_tokens * copy_s, self._compute_s(tokens))
+
+        batch_tokens = workload.kv_tokens(batch)
+        whole, rest = divmod(max(batch, batch_tokens - batch * workload.answer_tokens), step_tokens)
+        # A step of prefill copies the KV that it writes, and the begun prompt's.
+        prefill_s = whole * step_s(step_tokens, step_tokens + workload.prompt_tokens)
+        prefill_s += step_s(rest, rest + workload.prompt_tokens) if rest else 0.0
+        return prefill_s + (workload.answer_tokens - 1) * step_s(batch, batch_tokens)
 
     def retrieval_s(self, partitions: int) -> float:
         total = sum(self.index.partitions)
@@ -142,13 +158,14 @@ class EstimatedCosts:
 
     def moving_s(self, before: Placement, after: Placement) -> float:
         """Return the seconds of a move: reads of layers and partitions, and copies of layers and the KV pool."""
+        bus = abs(after.kv_host_share - before.kv_host_share) * min(after.kv.device, before.kv.device)
         slot, index, rates = self.model.slot, self.index, self.rates
         layers = after.weights.device + after.weights.host - before.weights.device - before.weights.host
         partitions = index.resident(after.partitions) - index.resident(before.partitions)
         copied = slot * abs(after.weights.device - before.weights.device)
         pool = 0 if after.kv.device == before.kv.device else min(after.kv.device, before.kv.device)
         read = max(0, layers) * slot + max(0, partitions)
-        return read / rates.disk + copied / rates.host + 2 * pool / rates.device
+        return read / rates.disk + (copied + bus) / rates.host + 2 * pool / rates.device
 
     def _compute_s(self, tokens: int) -> float:
         # A multiplication and an addition for each weight and token; each step reads all weights once.

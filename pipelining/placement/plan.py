@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
 from ragorder.errors import RagorderError
-from ragorder.pipelining.placement.base import Placement, Spread
+from ragorder.pipelining.placement.base import KV_BUFFERS, Placement, Spread, pool_spread
 from ragorder.pipelining.placement.budgets import Budgets, format_bytes
 from ragorder.pipelining.placement.costs import Footprint, PlacementCosts, mean_latency_s
 
@@ -62,6 +63,32 @@ def fit_device(
     return DeviceFit(staying, slots, abs(step), left)
 
 
+def fit_pool(
+    pool: int, layers: int, host_bytes: int, staging: int, fit: Callable[[int], DeviceFit | None]
+) -> tuple[int, DeviceFit] | None:
+    """Fit a pool of KV, all of it on the device if it fits; else the KV of as few of the `layers` in `host_bytes` as
+    leave a whole ring of buffers for weights, or one buffer. Streamed layers need `staging` there. `fit` places the
+    rest beside the pool's bytes on the device. Return the layers with KV in host memory too; None if nothing fits."""
+    on_device = fit(pool)
+    if on_device is not None:
+        return 0, on_device
+
+    def fitted(in_host: int, ring: int) -> DeviceFit | None:
+        found = fit(pool_spread(pool, layers, in_host).device)
+        return found if found is not None and (not found.slots or 0 < ring <= found.slots) else None
+
+    def fits(in_host: int, ring: int) -> bool:
+        return fitted(in_host, ring) is not None
+
+    for ring, limit in ((_SLOTS, host_bytes - staging), (1, host_bytes - staging), (0, host_bytes)):
+        # So few that all of them are in buffers save nothing.
+        tried = range(KV_BUFFERS + 1, min(layers, max(0, limit) // -(-pool // layers)) + 1)
+        place = bisect_left(tried, True, key=partial(fits, ring=ring))
+        if place < len(tried) and (found := fitted(tried[place], ring)) is not None:
+            return tried[place], found
+    return None
+
+
 def fit_host(host_bytes: int, streamed: int, slot: int) -> tuple[int, int]:
     """Return the streamed layers in host memory (Eq. 3), which are read in each step, and the bytes that are left."""
     layers = min(streamed, max(0, host_bytes) // slot)
@@ -85,8 +112,10 @@ def bottleneck(placement: Placement, retrieval_s: float, generation_s: float, pa
         return "the processor, on which retrieval scans the index"
     if placement.weights.disk:
         return f"the disk, from which generation reads {placement.weights.disk} layers in each step"
-    if placement.weights.host:
-        return f"the bus from host memory, over which {placement.weights.host} layers are copied in each step"
+    if placement.weights.host or placement.kv_host_layers:
+        copied = [f"{placement.weights.host} layers"] * (placement.weights.host > 0)
+        copied += [f"the KV of {placement.kv_host_layers}"] * (placement.kv_host_layers > 0)
+        return f"the bus from host memory, over which {' and '.join(copied)} are copied in each step"
     return "the device's computation: all layers are on it"
 
 
@@ -138,7 +167,7 @@ class PlannedPlacement(Placement):
 
     @property
     def generation_s(self) -> float:
-        return self.costs.generation_s(self.batch, self.weights, self.step_tokens)
+        return self.costs.generation_s(self.batch, self.weights, self.step_tokens, self.kv_host_layers)
 
     @property
     def retrieval_s(self) -> float:
@@ -146,16 +175,22 @@ class PlannedPlacement(Placement):
 
     @property
     def latency_s(self) -> float:
-        seconds = partial(self.costs.generation_s, weights=self.weights, step_tokens=self.step_tokens)
+        seconds = partial(
+            self.costs.generation_s,
+            weights=self.weights,
+            step_tokens=self.step_tokens,
+            kv_host_layers=self.kv_host_layers,
+        )
         return mean_latency_s(self.backlog, self.batch, self.retrieval_s, seconds)
 
     @property
     def engine_settings(self) -> Mapping[str, int]:
         model, total = self.costs.model, self.footprint.total(self)
-        staging = model.staging if self.streamed else 0
+        index = self.costs.index
+        in_index = index.fixed + index.resident(self.partitions) + index.reading(self.partitions)
         settings = {
             "device_bytes": total.device,
-            "host_bytes": self.weights.host * model.slot + self.kv.host + staging,
+            "host_bytes": total.host - in_index,
             "device_tokens": self.kv.device // model.kv_token,
             "max_requests": self.batch,
             "max_batch_tokens": self.step_tokens,
@@ -165,10 +200,11 @@ class PlannedPlacement(Placement):
     def explain(self) -> str:
         costs, weights, partitions = self.costs, self.weights, len(self.costs.index.partitions)
         index = f"; of {partitions} partitions of the index {self.partitions} stay in host memory" if partitions else ""
+        kv = f"; the KV of {self.kv_host_layers} layers is in host memory" if self.kv_host_layers else ""
         lines = [
             f"Batches of {self.batch} requests, in steps of up to {self.step_tokens:,} tokens. Of {weights.total} "
             f"layers {weights.device} stay on the device, {weights.host} in host memory, {weights.disk} on the disk"
-            f"{index}.",
+            f"{kv}{index}.",
             "",
             *_table(self, self.budgets, self.footprint),
             "",
@@ -206,7 +242,9 @@ class PlannedPlacement(Placement):
             yield name, size, plan_placement(larger, self.costs, backlog=self.backlog).latency_s
 
 
-def plan_placement(budgets: Budgets, costs: PlacementCosts, *, backlog: int | None = None) -> PlannedPlacement:
+def plan_placement(
+    budgets: Budgets, costs: PlacementCosts, *, backlog: int | None = None, host_kv: bool = True
+) -> PlannedPlacement:
     """Return the placement within the budgets with the lowest mean latency of `backlog` waiting requests.
 
     `backlog` defaults to the largest measured batch. All batches and numbers of resident partitions are tried: the
@@ -217,38 +255,53 @@ def plan_placement(budgets: Budgets, costs: PlacementCosts, *, backlog: int | No
     if backlog < 1:
         raise ValueError(f"backlog is 1 or more waiting requests, got {backlog}")
     batches = sorted({min(size, backlog) for size in costs.batches})
-    placements = (placement for batch in batches for placement in _walk(budgets, costs, batch, backlog))
+    placements = (placement for batch in batches for placement in _walk(budgets, costs, batch, backlog, host_kv))
     # Among equals the smaller batch with fewer partitions, which leaves most room for KV of documents.
-    best = min(placements, key=attrgetter("latency_s"), default=None)
-    if best is None:
+    by_latency = sorted(placements, key=attrgetter("latency_s"))
+    if not by_latency:
         raise PlacementError(_missing(budgets, costs))
-    return best
+    best = by_latency[0]
+    on_device = next((each for each in by_latency if not each.kv_host_layers), best)
+    # Copies of KV in each step have to be worth it.
+    worthwhile = on_device.latency_s - best.latency_s > WORTHWHILE * on_device.latency_s
+    return best if worthwhile else on_device
 
 
-def _walk(budgets: Budgets, costs: PlacementCosts, batch: int, backlog: int) -> Iterator[PlannedPlacement]:
+def _walk(
+    budgets: Budgets, costs: PlacementCosts, batch: int, backlog: int, host_kv: bool
+) -> Iterator[PlannedPlacement]:
     model, index = costs.model, costs.index
+    layers, pool = len(model.layers), model.kv(costs.workload.kv_tokens(batch), batch)
     for partitions in range(len(index.partitions) + 1):
         host = budgets.host_bytes - index.fixed - index.resident(partitions) - index.reading(partitions)
         if host < 0:
             return
         device = min(budgets.device_bytes, host) if budgets.unified else budgets.device_bytes
-        found = _on_device(device, costs, batch)
-        if budgets.unified and found is not None and found.layers < len(model.layers):
-            # In unified memory staging is taken from the layers.
-            found = _on_device(min(device, host - model.staging), costs, batch)
-        if found is None:
-            return
-        streamed = len(model.layers) - found.layers
         # In unified memory there is nothing beside the device.
-        host_left = 0 if budgets.unified else host - (model.staging if streamed else 0)
-        if host_left < 0:
+        beside = host if host_kv and not budgets.unified else 0
+        placed = fit_pool(pool, layers, beside, model.staging, partial(_on_device, device, costs, batch))
+        if placed is not None and placed[0]:
+            # As the engine does, which is told the step.
+            steps = [placed[1].step_tokens]
+            fit = partial(_on_device, device, costs, batch, steps=steps)
+            placed = fit_pool(pool, layers, beside, model.staging, fit)
+        if budgets.unified and placed is not None and placed[1].layers < layers:
+            # In unified memory staging is taken from the layers.
+            fit = partial(_on_device, min(device, host - model.staging), costs, batch)
+            placed = fit_pool(pool, layers, 0, 0, fit)
+        if placed is None:
             return
-        in_host, host_free = fit_host(host_left, streamed, model.slot)
+        in_host, found = placed
+        streamed = layers - found.layers
+        host_left = host - pool_spread(pool, layers, in_host).host - (model.staging if streamed else 0)
+        if host_left < 0 and not budgets.unified:
+            return
+        weights_in_host, host_free = fit_host(0 if budgets.unified else host_left, streamed, model.slot)
         block = model.kv(1)
         yield PlannedPlacement(
-            weights=Spread(found.layers, in_host, streamed - in_host),
+            weights=Spread(found.layers, weights_in_host, streamed - weights_in_host),
             kv=Spread(
-                model.kv(costs.workload.kv_tokens(batch), batch) + found.free // block * block,
+                pool + (0 if in_host else found.free // block * block),
                 host_free // block * block,
                 budgets.disk_bytes // block * block,
             ),
@@ -256,21 +309,24 @@ def _walk(budgets: Budgets, costs: PlacementCosts, batch: int, backlog: int) -> 
             batch=batch,
             step_tokens=found.step_tokens,
             slots=found.slots,
+            kv_host_layers=in_host,
             budgets=budgets,
             costs=costs,
             backlog=backlog,
         )
 
 
-def _on_device(device_bytes: int, costs: PlacementCosts, batch: int) -> DeviceFit | None:
+def _on_device(
+    device_bytes: int, costs: PlacementCosts, batch: int, kv: int, steps: Sequence[int] | None = None
+) -> DeviceFit | None:
     model = costs.model
     return fit_device(
         device_bytes,
-        fixed=model.outside + model.kv(costs.workload.kv_tokens(batch), batch),
+        fixed=model.outside + kv,
         slot=model.slot,
         layers=len(model.layers),
         workspace=partial(model.workspace, requests=batch),
-        steps=_steps(costs, batch),
+        steps=steps or _steps(costs, batch),
     )
 
 
@@ -283,12 +339,15 @@ def _missing(budgets: Budgets, costs: PlacementCosts) -> str:
     model, index = costs.model, costs.index
     batch = min(costs.batches)
     tokens, step = costs.workload.kv_tokens(batch), min(_steps(costs, batch))
-    kv, workspace = model.kv(tokens, batch), model.workspace(step, batch)
-    device = model.outside + model.slot + kv + workspace
+    pool, workspace = model.kv(tokens, batch), model.workspace(step, batch)
     host = index.fixed + index.reading(0) + (model.staging if len(model.layers) > 1 else 0)
+    kv = pool_spread(pool, len(model.layers), len(model.layers))
+    if budgets.unified or len(model.layers) <= KV_BUFFERS or kv.host + host > budgets.host_bytes:
+        kv = Spread(pool)
+    device = model.outside + model.slot + kv.device + workspace
     on_device = (
         f"the weights outside the layers take {model.outside} bytes, one layer {model.slot}, the KV of a batch "
-        f"of {batch} ({tokens} tokens) {kv}, a step of {step} tokens {workspace}"
+        f"of {batch} ({tokens} tokens) {kv.device}, a step of {step} tokens {workspace}"
     )
     in_host = (
         f"the index takes {index.fixed} bytes beside its partitions, partitions in transit "

@@ -117,14 +117,23 @@ class PlacementProfile(BaseModel):
         measured = {each.batch for each in self.generation}
         return sorted(measured | {1 << power for power in range(max(measured).bit_length())})
 
-    def generation_s(self, batch: int, weights: Spread, step_tokens: int) -> float:
+    def generation_s(self, batch: int, weights: Spread, step_tokens: int, kv_host_layers: int = 0) -> float:
         streamed = weights.host + weights.disk
         from_host, from_disk = self._rows
         host_s = _at(from_host or from_disk, weights.device, batch)
+        if kv_host_layers:
+            host_s += self._copy_s(batch, kv_host_layers, from_host or from_disk)
         if not streamed:
             return host_s
         disk_s = max(host_s, _at(from_disk or from_host, weights.device, batch))
         return host_s + weights.disk / streamed * (disk_s - host_s)
+
+    def _copy_s(self, batch: int, kv_host_layers: int, rows: _Rows) -> float:
+        """Return the seconds of copies of KV: as many for a byte as those of layers take."""
+        (fewest, slowest), (most, fastest) = rows[0], rows[-1]
+        layers_s = max(0.0, slowest(batch) - fastest(batch)) / max(1, most - fewest)
+        kv = self.model.kv_token * self.workload.kv_tokens(batch) * kv_host_layers / len(self.model.layers)
+        return layers_s * kv / self.model.slot
 
     def retrieval_s(self, partitions: int) -> float:
         return _linear(self._retrieval, partitions) if self.retrieval else 0.0

@@ -43,7 +43,8 @@ class Replanner:
         self._prompt.add(prompt_tokens)
         self._answer.add(answer_tokens)
         costs = replace(self._costs, workload=self._workload())
-        self._generating.add(generation_s / costs.generation_s(max(1, batch), placed.weights, placed.step_tokens))
+        expected_s = costs.generation_s(max(1, batch), placed.weights, placed.step_tokens, placed.kv_host_layers)
+        self._generating.add(generation_s / expected_s)
         self._since += 1
 
     def plan(self, backlog: int) -> PlannedPlacement:

@@ -122,7 +122,7 @@ class TestServing:
 
     @pytest.mark.parametrize(
         ("device", "host"),
-        grid([("40MiB", "8MiB"), ("6MiB", "700KiB"), ("5MiB", "0"), ("3MiB", "700KiB"), ("4MiB", "12MiB")], few=2),
+        grid([("40MiB", "8MiB"), ("4MiB", "12MiB"), ("5MiB", "0"), ("3MiB", "700KiB"), ("6MiB", "700KiB")], few=2),
     )
     def test_by_the_printed_command_is_placed_as_planned(self, device: str, host: str, folder: Path) -> None:
         from ragorder.kernels.engine import EngineSettings, TieredEngine
@@ -138,6 +138,7 @@ class TestServing:
             placed = engine.placement
             planned = found["placement"]
             assert asdict(placed) == {name: planned[name] for name in asdict(placed)}
+            assert (placed.kv_host_share > 0) == (planned["kv_host_share"] > 0) == (host == "12MiB")
 
     def test_by_vllm_has_its_settings(self, config: Path) -> None:
         short = ("--prompt-tokens", "200", "--answer-tokens", "56")
@@ -173,13 +174,16 @@ class TestServing:
         workload = Workload(prompt_tokens=100, answer_tokens=20)
         costs = estimated_costs(folder, None, workload=workload, on_a_cpu=False, dtype="float32")
         plans = [plan_placement(Budgets(size, "700KiB"), costs) for size in ("4MiB", "6MiB", "40MiB")]
+        plans.append(plan_placement(Budgets("4MiB", "12MiB"), costs))
+        assert plans[3].kv_host_layers
         assert plans[0].weights != plans[1].weights != plans[2].weights
         settings = {**plans[0].engine_settings, "device": "cpu", "dtype": "float32", "verify": False}
         with TieredEngine.load(folder, EngineSettings(**settings)) as engine:
-            for plan in (plans[1], plans[2], plans[0]):
+            for plan in (plans[1], plans[3], plans[2], plans[3], plans[0]):
                 engine.place(plan)
                 placed = engine.placement
                 assert (placed.weights, placed.kv, placed.slots) == (plan.weights, plan.kv, plan.slots)
+                assert placed.kv_host_layers == plan.kv_host_layers
 
 
 class TestIndex:
@@ -235,14 +239,14 @@ class TestProfile:
 
 class TestBudgets:
     def test_that_are_too_small_say_what_is_missing(self, config: Path) -> None:
-        done = doctor("--model", config, "--device-bytes", "1GiB", "--host-bytes", "24GiB")
+        done = doctor("--model", config, "--device-bytes", "512MiB", "--host-bytes", "24GiB")
         assert done.exit_code == 1
         missing, least = re.findall(r"and (\d+) bytes are missing.*Give device_bytes (\d+) or more", done.stderr)[0]
-        assert int(least) - int(missing) == 1 << 30
+        assert int(least) - int(missing) == 512 << 20
         assert re.search(r"weights: 32 layers", done.stdout)
         again = doctor("--model", config, "--device-bytes", least, "--host-bytes", "24GiB")
         assert again.exit_code == 0
-        found = reported("--model", config, "--device-bytes", "1GiB", "--host-bytes", "24GiB")
+        found = reported("--model", config, "--device-bytes", "512MiB", "--host-bytes", "24GiB")
         assert str(missing) in found["problem"]
 
     def test_that_are_not_given_are_this_machines(self) -> None:

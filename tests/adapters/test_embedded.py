@@ -1593,6 +1593,7 @@ class TestStreamedWeights:
                 texts.append(answer.choices[0].text)
         assert texts[0] == texts[1] != ""
         assert streamed.metric("ragorder_engine_streamed_bytes_total") > 0
+        assert streamed.metric("ragorder_engine_kv_layers") == streamed.metric("ragorder_engine_layers") == 2
         assert streamed.stop() == ""
 
 

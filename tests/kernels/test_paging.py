@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from ragorder.kernels.paging import (
     BlockPool,
     KVShape,
+    LayeredPool,
     OutOfBlocksError,
     StreamTransfers,
     ThreadTransfers,
@@ -211,13 +212,7 @@ class TestOnAThread(TransfersTests):
 
     def test_the_caller_does_not_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
         may_go = threading.Event()
-        rows = BlockPool.rows
-
-        def slow(pool: BlockPool) -> Any:
-            may_go.wait()
-            return rows(pool)
-
-        monkeypatch.setattr(BlockPool, "rows", slow)
+        monkeypatch.setattr(BlockPool, "settle", lambda pool: may_go.wait())
         transfers = ThreadTransfers()
         source, target = self.pools(into_device=True)
         first = transfers.start(source, [0], target, [0])
@@ -321,6 +316,22 @@ class TestStreamsInOrder:
         del told[:]
         transfer.wait()
         assert told == [("host", "waits for", f"event of {name}")]
+
+    @pytest.mark.parametrize("into_device", [True, False])
+    def test_of_a_pool_with_layers_in_the_host_only_the_others_are_on_a_stream(
+        self, told: list[tuple[str, ...]], into_device: bool
+    ) -> None:
+        host, device = filled(3, 1), LayeredPool(SHAPE, 3, in_host=(1,))
+        source, target = (host, device) if into_device else (device, host)
+        for layer, part in enumerate(device.parts):
+            part.bytes.fill_(layer + 1)
+        expected = source.read([0, 1])
+        device.device = torch.device("cuda")
+        transfer = StreamTransfers("cuda").start(source, [0, 1], target, [1, 2])
+        transfer.wait()
+        assert ("host", "waits for", "event of in" if into_device else "event of out") in told
+        device.device = torch.device("cpu")
+        assert torch.equal(target.read([1, 2]), expected) and not transfer.failed
 
     def test_within_the_host_no_stream_is_asked(self, told: list[tuple[str, ...]]) -> None:
         transfers = StreamTransfers("cuda")

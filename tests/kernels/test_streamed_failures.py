@@ -6,6 +6,7 @@ import errno
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from threading import Lock
@@ -24,14 +25,14 @@ pytest.importorskip("transformers")
 from ragorder.kernels.engine import Completion, Request, Sampling, ShortOfMemoryError, TieredEngine
 from ragorder.kernels.offload import LayerReadError, Residency, feeder
 from ragorder.kernels.offload.model_memory import decoder_layers
-from ragorder.kernels.paging import BlockPool, OutOfBlocksError
+from ragorder.kernels.paging import BlockPool, LayeredPool, OutOfBlocksError
 
 pytestmark = pytest.mark.merge
 
 LAYERS = 4
 SITES = {
     *("read of a layer", "end of a file", "buffer of a layer", "pool of blocks", "within a layer", "sampling"),
-    *("planning", "read of KV", "write of KV"),
+    *("planning", "read of KV", "write of KV", "layer of a pool"),
 }
 
 
@@ -52,6 +53,7 @@ class Faults:
 
     def install(self, engine: TieredEngine, patch: Callable[..., None]) -> None:
         preadv, readv, writev, mmap, make = os.preadv, os.readv, os.writev, feeder.mmap, BlockPool._make
+        make_layers, zeros = LayeredPool._make, LayeredPool._zeros
         plan = scheduler_of(engine).plan
 
         def reading(*arguments: Any) -> int:
@@ -77,7 +79,12 @@ class Faults:
         def making(pool: BlockPool, blocks: int) -> Any:
             if blocks and self.due("pool of blocks", 0.2):
                 raise MemoryError(f"no room for {blocks} blocks")
-            return make(pool, blocks)
+            return (make_layers if isinstance(pool, LayeredPool) else make)(pool, blocks)
+
+        def making_layer(pool: LayeredPool, *arguments: Any) -> Any:
+            if self.due("layer of a pool", 0.02):
+                raise MemoryError("no room for a layer")
+            return zeros(pool, *arguments)
 
         def planning() -> Any:
             if self.due("planning", 0.004):
@@ -100,6 +107,8 @@ class Faults:
             patch(os, name, call)
         patch(feeder, "mmap", mapping)
         patch(BlockPool, "_make", making)
+        patch(LayeredPool, "_make", making)
+        patch(LayeredPool, "_zeros", making_layer)
         patch(scheduler_of(engine), "plan", planning)
         patch(runner, "choose", choosing)
         for layer in decoder_layers(engine._model.model)[1]:
@@ -113,7 +122,7 @@ def kv_of(engine: TieredEngine) -> dict[bytes, list[Any]]:
     for node in tiers_of(cache).nodes.values():
         first = node.start % cache.shape.block_size
         copies = [(cache.pool, node.device), (host_of(cache).pool, node.host)]
-        rows = [pool.kv[copy.blocks].movedim(3, 1).flatten(0, 1) for pool, copy in copies if copy is not None]
+        rows = [pool.read(copy.blocks).movedim(3, 1).flatten(0, 1) for pool, copy in copies if copy is not None]
         found[node.key] = [each[first : first + node.tokens] for each in rows]
     return found
 
@@ -171,12 +180,12 @@ def test_ten_thousand_failures(
     streamer = streamer_of(engine)
     assert streamer is not None
     engine.move_layers(Residency.spread(LAYERS, 0))
-    streamer.in_place = in_place
+    streamer.in_place = cache_of(engine).pool.in_place = in_place
     faults.install(engine, monkeypatch.setattr)
     asked: dict[int, int] = {}
     told: dict[int, list[int]] = {}
     ended: dict[int, Completion] = {}
-    refused = moved = 0
+    refused = moved = moved_kv = 0
 
     def step() -> None:
         for update in engine.step():
@@ -211,6 +220,10 @@ def test_ten_thousand_failures(
                         moved += 1
                     case 2:
                         engine.resize(device_tokens=random.randrange(300, TOKENS), host_bytes=random.randrange(1 << 19))
+                    case 4 if engine.device_tokens:
+                        now = engine.placement
+                        engine.place(replace(now, kv_host_layers=random.randrange(LAYERS + 1)))
+                        moved_kv += engine.placement.kv_host_layers != now.kv_host_layers
                     case 3 if left := sorted(asked.keys() - ended.keys()):
                         engine.abort(random.choice(left))
             except (MemoryError, OutOfBlocksError, LayerReadError):
@@ -237,7 +250,7 @@ def test_ten_thousand_failures(
             assert reason == "abort" or completion.token_ids == expected
     assert outcomes["length"] > 0.7 * len(ended), outcomes
     assert faults.injected.keys() >= SITES, faults.injected
-    assert moved and (failures < 1000 or refused)
+    assert moved and moved_kv and (failures < 1000 or refused)
     assert engine.stats().cached.host > 0
     # Memory is there again, and so is what was planned.
     engine.resize(device_tokens=TOKENS, host_bytes=1 << 18)

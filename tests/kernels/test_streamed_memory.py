@@ -6,7 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,8 +22,13 @@ from hypothesis import strategies as st
 
 from ragorder.cli.values import Size
 from ragorder.kernels.offload.budget import BudgetError, MemoryNeeds, MemoryPlan, format_bytes, plan_memory
+from ragorder.pipelining.placement.base import ModelSizes, Spread, Workload, pool_spread
+from ragorder.pipelining.placement.budgets import Budgets
+from ragorder.pipelining.placement.costs import EstimatedCosts, Rates
+from ragorder.pipelining.placement.plan import PlacementError, plan_placement
 
 WORKSPACE = 100
+RATES = Rates(flops=1e9, device=1e6, host=1e5, disk=1e4, scan=1e6)
 
 
 def needs(layers: int, layer: int = 1000, outside: int = 500, block: int = 64, staging: int = 0) -> MemoryNeeds:
@@ -33,7 +41,11 @@ def plan(device: int, host: int, of: MemoryNeeds, **options: Any) -> MemoryPlan:
 
 def taken(made: MemoryPlan, of: MemoryNeeds) -> int:
     layers = made.device_layers + made.slots
-    return of.outside + layers * of.slot + made.blocks * of.block + of.workspace(made.step_tokens)
+    return of.outside + layers * of.slot + pool_of(made, of).device + of.workspace(made.step_tokens)
+
+
+def pool_of(made: MemoryPlan, of: MemoryNeeds) -> Spread:
+    return pool_spread(made.blocks * of.block, len(of.layers), made.kv_host_layers)
 
 
 class TestPlan:
@@ -59,7 +71,8 @@ class TestPlan:
         assert made.blocks * 16 >= (256 if tokens is None else tokens - tokens % 16)
         assert made.streams == (made.device_layers < layers)
         assert made.device_layers + made.host_layers <= layers
-        assert made.host_kv_bytes + made.host_layers * of.slot + of.staging * made.streams <= max(host, 2 * layer)
+        in_host = made.host_kv_bytes + made.host_layers * of.slot + pool_of(made, of).host
+        assert in_host + of.staging * made.streams <= max(host, 2 * layer)
         assert made.host_kv_bytes >= 0
 
     @given(device=st.integers(20_000, 60_000), layers=st.integers(1, 80))
@@ -105,6 +118,46 @@ class TestPlan:
         of = needs(40)
         assert plan(60_000, 0, of, max_batch_tokens=8192).step_tokens < 8192
         assert plan(10**7, 0, of, max_batch_tokens=8192).step_tokens == 8192
+
+    def test_of_a_placement_is_that_placement(self) -> None:
+        """Of 500 drawn models, budgets and workloads, with the KV of running requests on the device or in the host."""
+        random, compared = Random(3), Counter[bool]()
+        while compared.total() < 500:
+            layers, slot = random.randint(1, 24), random.randint(200, 4000)
+            sizes = ModelSizes(
+                layers=(slot,) * layers,
+                outside=random.randint(0, 3000),
+                kv_token=layers * random.choice([2, 8, 64]),
+                step_bytes=((16, random.randint(10, 300)), (256, random.randint(300, 20_000))),
+                staging=random.choice([0, 3 * slot]),
+            )
+            workload = Workload(prompt_tokens=random.randint(8, 200), answer_tokens=random.randint(1, 40))
+            costs = EstimatedCosts(sizes, RATES, workload=workload, batches=(1, 2, 4, 8, 16), step_tokens=256)
+            budgets = Budgets(random.randint(0, 3 * slot * layers), random.randint(0, 6 * slot * layers))
+            try:
+                placed = plan_placement(budgets, costs, backlog=random.choice([1, 4, 32]))
+            except PlacementError:
+                continue
+            block = 16 * sizes.kv_token
+            of = MemoryNeeds(
+                sizes.outside, sizes.layers, block, 16, partial(sizes.workspace, requests=placed.batch), sizes.staging
+            )
+            given = placed.engine_settings
+            made = plan_memory(
+                given["device_bytes"],
+                given["host_bytes"],
+                of,
+                longest=None,
+                device_tokens=given["device_tokens"],
+                max_batch_tokens=given["max_batch_tokens"],
+                held=True,
+            )
+            compared[made.kv_host_layers > 0] += 1
+            assert (made.step_tokens, made.slots) == (placed.step_tokens, placed.slots)
+            assert (made.device_layers, made.host_layers) == (placed.weights.device, placed.weights.host)
+            assert (made.kv_host_layers, made.blocks * block) == (placed.kv_host_layers, placed.kv.device)
+            assert made.host_kv_bytes // block * block == placed.kv.host
+        assert min(compared[True], compared[False]) > 100
 
     @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 5000, 10**6, 7 << 30, 123_456_789_012])
     def test_sizes_in_messages_suffice_and_are_read_back(self, nbytes: int) -> None:

@@ -48,6 +48,10 @@ class TestTimes:
             assert made.generation_s(batch, Spread(8), STEP) == pytest.approx(batch**0.5)
             assert made.generation_s(batch, Spread(0, 0, 8), STEP) == pytest.approx(17 * batch**0.5)
             assert made.generation_s(batch, Spread(0, 8, 0), STEP) == pytest.approx(9 * batch**0.5)
+            # A byte of KV is copied in the time of a layer's.
+            kv = made.model.kv_token * made.workload.kv_tokens(batch) / 2 / made.model.slot
+            seconds = made.generation_s(batch, Spread(8), STEP, 4)
+            assert seconds == pytest.approx((1 + kv) * batch**0.5)
         assert made.batches == [1, 2, 4, 8, 16]
 
     @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, product
 from random import Random
 
 from ragorder.pipelining.placement.base import IndexSizes, ModelSizes, Placement, Spread, Workload
@@ -26,14 +26,16 @@ class TableCosts:
     partitions_s: Sequence[float]
     batches: Sequence[int] = (1, 2, 4, 8)
     step_tokens: int = STEP
+    kv_s: float = 1.0
     estimated: bool = field(default=False)
 
-    def generation_s(self, batch: int, weights: Spread, step_tokens: int) -> float:
+    def generation_s(self, batch: int, weights: Spread, step_tokens: int, kv_host_layers: int = 0) -> float:
         streamed = weights.host + weights.disk
         saved = self.host_gain * weights.host / streamed if streamed else 0.0
         whole = self.device_s[-1]
         seconds = self.device_s[weights.device]
-        return float((seconds - saved * (seconds - whole)) * batch**self.exponent)
+        copied = self.kv_s * kv_host_layers / len(self.model.layers)
+        return float((seconds - saved * (seconds - whole) + copied) * batch**self.exponent)
 
     def retrieval_s(self, partitions: int) -> float:
         return self.partitions_s[partitions]
@@ -61,6 +63,7 @@ def drawn_costs(random: Random, *, layers: int, partitions: int) -> TableCosts:
         random.random(),
         random.uniform(0, 1.2),
         falling(random, partitions + 1, random.choice([0.1, 1, 10])),
+        kv_s=random.choice([0.01, 0.1, 1]),
     )
 
 
@@ -78,15 +81,15 @@ def drawn_budgets(random: Random, costs: TableCosts) -> Budgets:
 
 
 def all_placements(budgets: Budgets, costs: TableCosts) -> Iterator[Placement]:
-    """Every number of layers and partitions in each place, with each batch, whether it fits or not; the KV is the
-    batch's."""
+    """Every number of layers, partitions and layers' KV in each place, with each batch, whether it fits or not.
+    The KV is the batch's."""
     count = len(costs.model.layers)
     for batch in costs.batches:
         kv = costs.model.kv(costs.workload.kv_tokens(batch), batch)
         for device in range(count + 1):
             for host in range(count - device + 1):
-                for partitions in range(len(costs.index.partitions) + 1):
-                    streamed = count - device
+                streamed = count - device
+                for partitions, in_host in product(range(len(costs.index.partitions) + 1), range(count + 1)):
                     yield Placement(
                         weights=Spread(device, host, streamed - host),
                         kv=Spread(device=kv),
@@ -94,4 +97,5 @@ def all_placements(budgets: Budgets, costs: TableCosts) -> Iterator[Placement]:
                         batch=batch,
                         step_tokens=costs.step_tokens,
                         slots=1 if streamed else 0,
+                        kv_host_layers=in_host,
                     )
