@@ -26,7 +26,7 @@ def degrade(orderer: OrdererLike, reason: str) -> None:
 class Reorder(Generic[T]):
     """Ordering of requests' documents. Never raises: errors leave retrieval order. Thread-safe.
 
-    `text`, `own_id`, `metadata` read a document; `key`, `tokens`, `scope` are the user's. A copy is the same object, to
+    `text`, `own_id`, `metadata` are the framework's; `key`, `tokens`, `scope` the user's. A copy is the same object, to
     share the orderer; a pickle loads with a new one.
     """
 
@@ -50,7 +50,7 @@ class Reorder(Generic[T]):
         self._scope = scope
 
     def __call__(self, items: Sequence[T], *request: Any, **named: Any) -> tuple[list[T], Ordering[Document]]:
-        """Return the items in order, and the ordering. A scope function gets the request."""
+        """A scope function gets the request."""
         try:
             scope = self._scope(*request, **named) if callable(self._scope) else self._scope
         except Exception as error:

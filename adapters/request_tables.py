@@ -31,9 +31,9 @@ class RequestColumns:
         dealt = columns.deal(table, paths)  # then, of all tables, the rows of each shard:
         planned = columns.plan(rows_of_a_shard)
 
-    `documents` is the column with a row's documents, best first: lists of ids, which count as `document_tokens` long,
-    or of objects with "id" and "text" or "tokens". `scope` is a column with the tenant. Each method raises ValueError
-    for a missing or unreadable column.
+    `documents` names the column with a row's documents, best first: lists of ids, which count as `document_tokens`
+    long, or of objects with "id" and "text" or "tokens". `scope` names the tenant's. Each method raises ValueError for
+    a missing or unreadable column.
     """
 
     documents: str = "documents"
@@ -60,8 +60,8 @@ class RequestColumns:
         return table.append_column(SHARD, pyarrow.array(shards, pyarrow.int32()))
 
     def plan(self, table: Table) -> Table:
-        """Return the rows of a shard in serving order, one tenant after another, with documents in the order of the
-        prompt and their ranks as "permutation"."""
+        """Return a shard's rows in serving order, tenant by tenant, with documents in prompt order and their ranks as
+        "permutation"."""
         planned = list(plan_requests(self.requests(table)))
         rows, permutations = [each.number for each in planned], [each.permutation for each in planned]
         given = self._documents(table)
