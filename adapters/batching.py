@@ -120,7 +120,7 @@ class BatchingMetrics(PrometheusMetrics):
         self._most = self._gauge("most", "Requests that the placement has room for at once.")
 
     def placed(self, most: int, outcome: Literal["moved", "failed"] | None = None) -> None:
-        """Show how many requests the placement has room for, after a change or an attempt."""
+        """Show that the placement has room for `most` requests."""
         self._most.set(most)
         if outcome is not None:
             self._placements.labels(outcome).inc()

@@ -127,8 +127,7 @@ def with_facts(
     expected_uses: Sequence[float] = (),
     **others: Any,
 ) -> dict[str, Any]:
-    """Return arguments (the openai client's `extra_body`, vLLM's `extra_args`) with facts, unless they have their
-    own."""
+    """Add facts to the openai client's `extra_body` or vLLM's `extra_args`, except those that these have."""
     sent = dict(arguments)
     params = sent.get(FIELD)
     params = {} if params is None else params

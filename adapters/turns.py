@@ -39,7 +39,7 @@ _SHORT = 1 << 14
 
 
 async def off_loop(work: Callable[[], R], texts: Iterable[object]) -> R:
-    """Return the result of `work`, from a thread if the texts that it tokenises are long."""
+    """Run `work`, in a thread if the texts that it tokenises are long."""
     length = sum(len(text) for text in texts if isinstance(text, str))
     return work() if length <= _SHORT else await asyncio.to_thread(work)
 
@@ -161,7 +161,7 @@ class FrameworkTurns(Generic[M, D]):
 
     @property
     def system(self) -> str:
-        """The first message's text, "" if it is no system message."""
+        """The system message's text, "" for none."""
         form = self.builder.message_format
         return form.system if form.system_role else ""
 
@@ -179,7 +179,7 @@ class FrameworkTurns(Generic[M, D]):
         tool_call_id: str | None = None,
         is_last: bool = True,
     ) -> NextTurn[D]:
-        """Return the turn after a history. Only the last of a prompt is ordered. A scope function gets `request`. Never
+        """Return the turn after a history; only a prompt's last one is ordered. A scope function gets `request`. Never
         raises."""
         items = list(items)
         try:

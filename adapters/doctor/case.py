@@ -79,8 +79,6 @@ ChatTemplate = ServerTemplate | LocalTemplate
 
 @dataclass
 class Case:
-    """`probe` returns the cached tokens of each repetition of a prompt with the same topic."""
-
     log: RequestLog
     block_size: int | None = None
     template: ChatTemplate | None = None

@@ -53,7 +53,7 @@ class MemoryReport:
         return "\n".join(lines)
 
     def command(self, model: str, dtype: str | None = None, engine: str = "ragorder") -> ServingCommand | None:
-        """Return the `COMMANDS` entry's command to serve `model` as placed, or None without a placement."""
+        """Return the command of an engine in `COMMANDS`, or None without a placement."""
         return None if self.placement is None else COMMANDS[engine](self.placement, model, dtype)
 
     def as_json(self) -> Mapping[str, Any]:

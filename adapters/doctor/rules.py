@@ -114,7 +114,6 @@ _TOOLS = {
 
 
 def _document_order(case: Case) -> Finding:
-    """Count requests that part from earlier ones at a repeated document, with more of them after it."""
     check = "order of documents"
     reordered = sum(each.at_repeated for each in case.partings)
     found = f"{reordered:,} of {len(case.beginnings):,} requests have documents of earlier ones in another order"
@@ -145,7 +144,6 @@ def _reusable(case: Case) -> tuple[float, float]:
 
 
 def _fields(case: Case) -> Finding:
-    """Count requests that begin like earlier ones with other fields, unless their answers report hits."""
     check = "request fields"
     sharing = [each for each in separations(case.log.requests) if case.tokens(each[1]) >= _LEAST_STEP]
     kinds: Counter[str] = Counter()
@@ -390,7 +388,6 @@ def _topic(case: Case) -> Finding:
 
 
 def _volatile(case: Case) -> Finding:
-    """Count requests that part from earlier ones at an unrepeated line, before lines that others repeat."""
     check = "text before the documents"
     kinds: Counter[str] = Counter()
     remedies: Counter[str] = Counter()

@@ -98,8 +98,7 @@ class Prepared:
 
 
 class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
-    """`FrameworkTurns` of LangChain. `found` returns the documents of a tool's result; `parts` keeps contents in
-    parts."""
+    """`found` returns the documents of a tool's result; with `parts` contents keep their parts."""
 
     def __init__(
         self,

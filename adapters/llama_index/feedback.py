@@ -40,8 +40,8 @@ _STREAMED_SILENTLY = (
 
 
 class _RequestSpan(BaseSpan):
-    """`request`: the ended span that an LLM call belongs to; `streams`: ids of spans that still stream; `generator`:
-    the last one returned, which may call a model when it is read."""
+    """`request`: the ended span of an LLM call's request; `streams`: ids of spans that still stream; `generator`: the
+    last one returned, which may call a model when it is read."""
 
     retrieves: bool = False
     calls_model: bool = False
@@ -61,17 +61,16 @@ class _AnswerStream:
 
 
 class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
-    """Span handler that reports the outcome of each request, and the engine's cached tokens, to the orderer.
+    """Span handler that reports each request's outcome and the engine's cached tokens to the orderer.
 
         llama_index.core.instrumentation.get_dispatcher().add_span_handler(FeedbackHandler())  # once per process
 
     A request is the span of the query or chat engine. The usage of its only LLM call counts; several calls have no
-    numbers. A span that fails without an answer is discarded, and so is a stream that ends before its first token;
-    later it counts as served, without numbers.
+    numbers. A span that fails without an answer, and a stream that ends before its first token, are discarded; a later
+    end counts as served, without numbers.
 
     Streams need `additional_kwargs={"stream_options": {"include_usage": True}}` to report usage; without it the orderer
-    is degraded. Finishing never waits for a lock: the garbage collector may close a stream. Copies follow no requests
-    yet.
+    is degraded. Finishing waits for no lock: the garbage collector may close a stream. Copies follow no requests yet.
     """
 
     _streams: dict[str, _AnswerStream] = PrivateAttr(default_factory=dict)
@@ -85,7 +84,7 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
 
     @property
     def open_answers(self) -> int:
-        """Return the number of requests whose span has ended before their answer."""
+        """Number of requests whose span has ended before their answer."""
         return len({stream.request.id_ for stream in self._streams.values()} | self._pending.keys())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -203,7 +202,7 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
             self._finish_request(request, failed=not request.answers)
 
     def _forget(self, id: str) -> None:
-        """Finish a request whose generator was dropped, so that it calls no LLM."""
+        """Finish a request whose generator was dropped: it calls no LLM any more."""
         request, _ = self._pending.get(id, (None, None))
         if request is not None and not request.streams:
             self._finish_request(request, failed=self._sees_events and not request.answers)

@@ -63,7 +63,7 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
         self._policy.counts.failed_transfers += count
 
     def stores_failed(self, chunk_ids: set[int]) -> None:
-        """Note that stores to these host chunks that complete now have failed."""
+        """Stores to these host chunks that complete now have failed."""
         self._failed_chunks |= chunk_ids
 
     @override
@@ -74,7 +74,7 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
         return super().on_new_request(req_context, exclude_tier_idx=exclude_tier_idx)
 
     def expect(self, req_context: ReqContext) -> None:
-        """Reserve a waiting request's chunks in the host and load them from the disk, while there is room."""
+        """Reserve a waiting request's chunks in the host, and load them from the disk while there is room."""
         self._policy.serve(req_context)
         awaited = self._policy.expect(req_context)
         if not self.secondary_tiers:
@@ -153,7 +153,7 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
 
 
 class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
-    """Spec whose copies are vLLM's on GPUs, our worker's on a CPU. Raises UnsupportedVLLMError, ValueError."""
+    """Copies are vLLM's on GPUs, our worker's on a CPU. Raises UnsupportedVLLMError, ValueError."""
 
     _manager: Any
     _worker: Any
@@ -217,7 +217,7 @@ class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
         return self._worker
 
     def _remove_name(self) -> None:
-        """Unlink the file in /dev/shm, which would outlive a killed engine: all workers have it open now."""
+        """Unlink the file in /dev/shm, which would outlive a killed engine. All workers have it open."""
         region = self._scheduler_mmap
         if region is not None and not region._creator:
             with suppress(OSError):
