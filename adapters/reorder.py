@@ -17,12 +17,6 @@ Tokens = Callable[[Any], int]
 ScopeOf = str | Callable[..., Hashable] | None
 
 
-def degrade(orderer: OrdererLike, reason: str) -> None:
-    note = getattr(orderer, "degrade", None)
-    if note is not None:
-        note(reason)
-
-
 class Reorder(Generic[T]):
     """Ordering of requests' documents. Never raises: errors leave retrieval order. Thread-safe.
 

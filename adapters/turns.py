@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from typing import Any, Generic, Self, TypeVar
 
-from ragorder.adapters.reorder import ScopeOf, degrade
+from ragorder.adapters.reorder import ScopeOf
 from ragorder.adapters.usage import ReportedUsage
 from ragorder.citations import number_label
 from ragorder.conversation import Message, Repeat, message_key, name_in, segments_of
@@ -88,13 +88,7 @@ class NextTurn(Generic[D]):
         self.ordering.set_history_keys(*keys, closing_tokens=self._closing_tokens)
 
     def confirm(self, usage: ReportedUsage | None = None, written_tokens: int | None = None) -> None:
-        reported = ReportedUsage() if usage is None else usage
-        self.ordering.confirm(
-            reported.cached_tokens,
-            reported.total_tokens,
-            prompt_tokens=reported.prompt_tokens,
-            written_tokens=written_tokens,
-        )
+        (usage or ReportedUsage()).confirm(self.ordering, written_tokens=written_tokens)
 
     def discard(self) -> None:
         self.ordering.discard()
@@ -243,7 +237,7 @@ class FrameworkTurns(Generic[M, D]):
     def _check_marks(self, ordering: Ordering[Document]) -> None:
         cloud = ordering.cloud
         if self._no_marks and cloud is not None and cloud.model.rules.resume == "marks":
-            degrade(self.orderer, self._no_marks)
+            self.orderer.degrade(self._no_marks)
 
     def _scope_of(self, request: tuple[Any, ...]) -> Any:
         return self._scope(*request) if callable(self._scope) else self._scope
@@ -253,7 +247,7 @@ class FrameworkTurns(Generic[M, D]):
         first = next((place for place, each in enumerate(messages) if each["role"] not in _INSTRUCTIONS), len(messages))
         system = self.builder.system
         if system and first and [each.get("content") for each in messages[:first]] != [system]:
-            degrade(self.orderer, _OTHER_SYSTEM)
+            self.orderer.degrade(_OTHER_SYSTEM)
         return messages[first:]
 
     def _as_ranked(self, question: str, items: list[D], tool_call_id: str | None, error: Exception) -> NextTurn[D]:

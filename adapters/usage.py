@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ragorder.common.counts import reported_count
 from ragorder.common.running_mean import RunningMean
+from ragorder.ordering import Ordering
 
 _OUTPUT = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call")
 
@@ -18,6 +19,11 @@ class ReportedUsage(NamedTuple):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     total_tokens: int | None = None
+
+    def confirm(self, ordering: Ordering[Any], *, written_tokens: int | None = None) -> None:
+        ordering.confirm(
+            self.cached_tokens, self.total_tokens, prompt_tokens=self.prompt_tokens, written_tokens=written_tokens
+        )
 
 
 def read_usage(*reports: Any) -> ReportedUsage:

@@ -87,15 +87,12 @@ class MemoryReport:
         return found
 
 
-def choose_budgets(
-    device_bytes: int | None, host_bytes: int | None, disk_bytes: int | None, folder: Path | str = "."
-) -> Budgets:
+def choose_budgets(device_bytes: int | None, host_bytes: int | None, disk_bytes: int | None) -> Budgets:
     """Complete the given budgets by this machine's, with psutil. A given device and host count as two memories."""
     if device_bytes is not None and host_bytes is not None:
         return Budgets(device_bytes, host_bytes, disk_bytes or 0)
     given: dict[str, Any] = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
-    machine = Budgets.of_this_machine(folder)
-    return replace(machine, **{name: size for name, size in given.items() if size is not None})
+    return replace(Budgets.of_this_machine(), **{name: size for name, size in given.items() if size is not None})
 
 
 def estimated_costs(

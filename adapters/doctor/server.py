@@ -292,8 +292,7 @@ def send(
     raise refusals[0]
 
 
-def probe_topic(server: Server, model: str | None, header: str, *, tokens: int = _PROBE_TOKENS) -> list[int | None]:
+def probe_topic(server: Server, model: str | None, header: str) -> list[int | None]:
     """Return the cached tokens of each repetition of a prompt with the same topic."""
-    topic = {header: secrets.token_hex(16)}
-    token_ids = random_tokens(tokens)
+    topic, token_ids = {header: secrets.token_hex(16)}, random_tokens(_PROBE_TOKENS)
     return [send(server, model, token_ids, topic)[0].cached_tokens for _ in range(_REPEATS + 1)][1:]

@@ -15,7 +15,6 @@ from langchain_core.outputs import LLMResult
 
 from ragorder.adapters.langchain.payloads import is_token, prompt_text, response_usage
 from ragorder.adapters.langchain.runs import Runs
-from ragorder.adapters.reorder import degrade
 from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
 
@@ -128,7 +127,7 @@ class FeedbackHandler(BaseCallbackHandler):
 
 def hand_over(ordering: Ordering[Any], texts: Sequence[str], run_manager: Any, orderer: OrdererLike) -> None:
     """Give an ordering to the run's handler; without one it counts as served."""
-    silently = partial(degrade, orderer, _STREAMED_SILENTLY)
+    silently = partial(orderer.degrade, _STREAMED_SILENTLY)
     if not any(handler.expect(run_manager.run_id, ordering, texts, silently) for handler in _handlers(run_manager)):
         ordering.confirm()
 

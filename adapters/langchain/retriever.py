@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 
 from ragorder.adapters.langchain.feedback import abandon, hand_over
 from ragorder.adapters.marks import marked_documents
-from ragorder.adapters.reorder import Reorder, degrade
+from ragorder.adapters.reorder import Reorder
 from ragorder.orderer import Orderer, OrdererLike
 from ragorder.ordering import Ordering
 
@@ -100,7 +100,7 @@ class CacheOrderModel(BaseModel):
         try:
             return frozenset(marked_documents(ordering))
         except Exception as error:
-            degrade(self.orderer, f"no cache breakpoints were set: choosing them failed with {type(error).__name__}")
+            self.orderer.degrade(f"no cache breakpoints were set: choosing them failed with {type(error).__name__}")
             return frozenset()
 
 
@@ -187,7 +187,7 @@ class CacheOrderRetriever(CacheOrderModel, BaseRetriever):
 
     def invoke(self, input: str, config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
         if _inside_another(config):
-            degrade(self.orderer, _INSIDE)
+            self.orderer.degrade(_INSIDE)
             most, options = self._limited(kwargs)
             return self.retriever.invoke(input, config, **options)[:most]
         with _configured(config):
@@ -195,7 +195,7 @@ class CacheOrderRetriever(CacheOrderModel, BaseRetriever):
 
     async def ainvoke(self, input: str, config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
         if _inside_another(config):
-            degrade(self.orderer, _INSIDE)
+            self.orderer.degrade(_INSIDE)
             most, options = self._limited(kwargs)
             return (await self.retriever.ainvoke(input, config, **options))[:most]
         with _configured(config):

@@ -257,4 +257,4 @@ def _finish_ordering(ordering: Ordering[Any], usage: ReportedUsage | None) -> No
     if usage is None:
         ordering.discard()
     else:
-        ordering.confirm(usage.cached_tokens, usage.total_tokens, prompt_tokens=usage.prompt_tokens)
+        usage.confirm(ordering)

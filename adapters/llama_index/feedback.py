@@ -28,7 +28,6 @@ from llama_index.core.instrumentation.span import BaseSpan, active_span_id
 from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 
-from ragorder.adapters.reorder import degrade
 from ragorder.adapters.usage import member, read_usage
 from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
@@ -197,7 +196,7 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
             request.answers.append(answer)
         if answer is not None and member(answer, "usage") is None:
             for _, orderer in request.orderings:
-                degrade(orderer, _STREAMED_SILENTLY)
+                orderer.degrade(_STREAMED_SILENTLY)
         if request.ended and not request.streams:
             self._finish_request(request, failed=not request.answers)
 
@@ -225,7 +224,7 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
             if failed:
                 ordering.discard()
             elif len(orderings) == len(request.answers) == 1:
-                _confirm(ordering, member(request.answers[0], "usage"))
+                read_usage(member(request.answers[0], "usage")).confirm(ordering)
             else:
                 ordering.confirm()
 
@@ -263,11 +262,6 @@ def _dropped(handler: ref[FeedbackHandler], id: str, stream: object) -> None:
 def _forgotten(handler: ref[FeedbackHandler], id: str, generator: object) -> None:
     if (alive := handler()) is not None:
         alive._forget(id)
-
-
-def _confirm(ordering: Ordering[Any], usage: Any) -> None:
-    reported = read_usage(usage)
-    ordering.confirm(reported.cached_tokens, reported.total_tokens, prompt_tokens=reported.prompt_tokens)
 
 
 def _frame(generator: ref[Any] | None) -> FrameType | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field
-from pydantic_settings import PydanticBaseSettingsSource, TomlConfigSettingsSource
+from pydantic_settings import TomlConfigSettingsSource
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route, Router
@@ -65,13 +65,8 @@ class MiddlewareSettings(Settings):
 
     @classmethod
     def settings_customise_sources(
-        cls,
-        settings_cls: Any,
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        cls, settings_cls: Any, init_settings: Any, env_settings: Any, *_: Any, **__: Any
+    ) -> tuple[Any, ...]:
         """Raises ValueError for a file that does not exist or is not TOML."""
         file = os.environ.get(_FILE)
         if file is None:
