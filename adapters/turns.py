@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Generic, Self, TypeVar
 
@@ -51,6 +52,7 @@ def plain_message(role: object, content: object, **shown: object) -> dict[str, A
     return plain
 
 
+@dataclass(eq=False, repr=False)
 class NextTurn(Generic[D]):
     """A question or a tool's result at the end of a conversation.
 
@@ -58,16 +60,13 @@ class NextTurn(Generic[D]):
     `repeated` those only named, best first. Finish a turn with `confirm` or `discard`; dropped, it is discarded.
     """
 
-    def __init__(
-        self, content: Any, new: list[D], repeated: list[D], ordering: Ordering[Document], closing_tokens: int = 0
-    ) -> None:
-        self.content = content
-        self.new = new
-        self.repeated = repeated
-        self.ordering = ordering
-        self.begun = False
-        """Whether the answer's first token has arrived."""
-        self._closing_tokens = closing_tokens
+    content: Any
+    new: list[D]
+    repeated: list[D]
+    ordering: Ordering[Document]
+    closing_tokens: int = 0
+    begun: bool = field(default=False, init=False)
+    """Whether the answer's first token has arrived."""
 
     @property
     def sources(self) -> list[D]:
@@ -85,7 +84,7 @@ class NextTurn(Generic[D]):
     def set_history_keys(self, message: Message, answer: Message | None = None) -> None:
         """Call it before `confirm`. Raises TypeError."""
         keys = message_key(message), "" if answer is None else message_key(answer)
-        self.ordering.set_history_keys(*keys, closing_tokens=self._closing_tokens)
+        self.ordering.set_history_keys(*keys, closing_tokens=self.closing_tokens)
 
     def confirm(self, usage: ReportedUsage | None = None, written_tokens: int | None = None) -> None:
         (usage or ReportedUsage()).confirm(self.ordering, written_tokens=written_tokens)

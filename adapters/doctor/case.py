@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ragorder.adapters.doctor.beginnings import Parting, SharedBeginning, find_partings, shared_beginnings
 from ragorder.adapters.doctor.front import ListChange, ToolsChange, list_changes, tool_changes
@@ -45,18 +45,17 @@ def tokenized(server: Server, model: str | None, **prompt: Any) -> list[Any]:
     return tokens
 
 
+@dataclass(frozen=True, slots=True)
 class ServerTemplate:
     """`dated`: whether the chat template writes today's date."""
 
-    dated = False
-
-    def __init__(self, server: Server, model: str | None) -> None:
-        self._server = server
-        self._model = model
+    server: Server
+    model: str | None
+    dated: ClassVar[bool] = False
 
     def render(self, messages: Chat, *, open_end: bool) -> Sequence[Any]:
         """Return a chat's tokens, with `open_end` up to the start of the answer. Raises RenderError."""
-        return tokenized(self._server, self._model, messages=list(messages), add_generation_prompt=open_end)
+        return tokenized(self.server, self.model, messages=list(messages), add_generation_prompt=open_end)
 
 
 class LocalTemplate:

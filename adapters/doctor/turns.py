@@ -78,8 +78,8 @@ class _Asked:
         if len(question) < _LONG:
             key = (request.scope, _last_answer(earlier), question)
             return None if key in self._ambiguous else self._short.get(key)
-        for key in _keys(question):
-            before = self._long.get((request.scope, key))
+        for piece in _keys(question):
+            before = self._long.get((request.scope, piece))
             if before is not None and (question in (theirs := _question(before.messages)) or theirs in question):
                 return before
         return None

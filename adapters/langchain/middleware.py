@@ -20,8 +20,9 @@ except ImportError as error:
         f"ragorder.adapters.langchain.middleware needs langchain 1.x: {install_hint('langchain')} 'langchain>=1,<2'"
     ) from error
 
-from ragorder.adapters.langchain.conversation import LangChainTurns, Prepared, artifact_documents, text_of
+from ragorder.adapters.langchain.conversation import LangChainTurns, Prepared, artifact_documents
 from ragorder.adapters.langchain.marks import Marks, checked_marks, marked
+from ragorder.adapters.langchain.payloads import text_of
 from ragorder.adapters.reorder import ScopeOf
 from ragorder.adapters.turns import Label
 from ragorder.conversation import REFERENCE, Repeat

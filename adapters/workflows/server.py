@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ragorder import Document, Ordering, PromptBuilder
@@ -49,9 +49,9 @@ class WorkflowPrompts:
         return replace(request, streamed=question.streamed)
 
 
+@dataclass(slots=True)
 class _Ranked:
-    def __init__(self, request: PromptRequest) -> None:
-        self.request = request
+    request: PromptRequest
 
     def confirm(self, usage: Usage | None, /) -> None:
         pass
@@ -65,23 +65,23 @@ def _question(question: NodeQuestion) -> Question:
     return Question(question.text, question.scope, *limits, question.options, streamed=question.streamed)
 
 
+@dataclass(frozen=True, slots=True)
 class WorkflowPrefix:
     """System prompt of all generations, warmed up by one of one token without documents."""
 
-    def __init__(self, prefix: SystemPrefix, prompts: WorkflowPrompts) -> None:
-        self._prefix = prefix
-        self._prompts = prompts
+    prefix: SystemPrefix
+    prompts: WorkflowPrompts
 
     def scope(self, question: NodeQuestion, /) -> Hashable:
         return question.scope
 
     def is_cached(self, question: NodeQuestion, /) -> bool:
-        return self._prefix.is_cached(_question(question))
+        return self.prefix.is_cached(_question(question))
 
     async def prefill(self, question: NodeQuestion, /) -> None:
         """Raises the engine's errors. Cancelling aborts the request."""
-        committed = self._prompts.commit(NodeQuestion("", question.scope, max_tokens=1), ())
-        await self._prefix.engine.prefill(committed.request, committed.confirm, committed.discard)
+        committed = self.prompts.commit(NodeQuestion("", question.scope, max_tokens=1), ())
+        await self.prefix.engine.prefill(committed.request, committed.confirm, committed.discard)
 
 
 class OrderedWorkflows(WorkflowServer[Document, PromptRequest]):
