@@ -1,4 +1,4 @@
-"""Ray Data: every row once with all its columns, planned nearly as well as at once."""
+"""Ray Data: every row once with all its columns, each shard planned as well as at once."""
 
 from __future__ import annotations
 
