@@ -42,11 +42,9 @@ def ordered_batches(
         async with ordered_batches(engine, retrieval, orderer=orderer, builder=builder) as server:
             answer = await server.run(Question("Which drawer?"))
 
-    - `prompts`: "messages" for a server's chat template, "token_ids" for an engine in this process
-    - `observers`: get each batch's events and each ended request's trace; one that fails is logged once and dropped
-
-    Other options as for `DecoupledServer`; documents that requests share count once in `kv_limit`. Raises ValueError
-    for invalid `prompts` and for limits below 1.
+    `prompts` as for `OrderedPrompts`, other options as for `DecoupledServer`; documents that requests share count once
+    in `kv_limit`. `observers` get each batch's events and each ended request's trace; one that fails is logged once and
+    dropped. Raises ValueError for invalid `prompts` and for limits below 1.
     """
     made = OrderedPrompts(orderer, builder, prompts, waiting=lambda question: _upcoming(server, question))
 
@@ -122,7 +120,7 @@ class BatchingMetrics(PrometheusMetrics):
         self._most = self._gauge("most", "Requests that the placement has room for at once.")
 
     def placed(self, most: int, outcome: Literal["moved", "failed"] | None = None) -> None:
-        """Show that the placement has room for `most` requests, after a change or an attempt."""
+        """Show that the placement has room for `most` requests."""
         self._most.set(most)
         if outcome is not None:
             self._placements.labels(outcome).inc()

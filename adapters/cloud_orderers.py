@@ -26,8 +26,8 @@ class CloudOrderers:
 
         CloudOrderers("anthropic", ttl="1h").of("claude-opus-5-5")
 
-    Without `provider` the model's name determines it; a `ttl` that it lacks becomes its default. Raises OSError and
-    ValueError for an unreadable `prices` file, and for settings of other engines.
+    Without `provider` the model's name determines it; a `ttl` that the model lacks becomes its default. Raises OSError
+    or ValueError for an unreadable `prices` file, ValueError for settings of other engines.
     """
 
     def __init__(

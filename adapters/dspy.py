@@ -30,8 +30,8 @@ class CacheOrderRetriever(dspy.Module):  # type: ignore[misc, unused-ignore]
     - `tokens`: its length in the prompt.
     - `scope`: the tenant, or a function of the retriever's arguments.
 
-    After errors in these functions, and without passages, the result is unchanged, and the orderer counts it. Orderings
-    count as served at once. Copies share the orderer; a saved program loads with a new one.
+    After errors in these functions, and without passages, the result is unchanged and counted. Orderings count as
+    served at once. Copies share the orderer; a saved program loads with a new one.
     """
 
     def __init__(

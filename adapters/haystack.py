@@ -36,14 +36,13 @@ class CacheOrderRanker:
         pipeline.add_component("cache_order", CacheOrderRanker(orderer))
 
     - `orderer`, or `settings` for a new one (default: from the environment).
-    - `top_k`: the most documents. Duplicates are kept.
+    - `top_k`: the most documents, duplicates included.
     - `scope`: the tenant.
     - `key`: a document's identity besides its content (default: its id).
     - `tokens`: its length in the prompt.
 
-    Errors in these functions are counted and leave retrieval order. Orderings count as served at once. `from_dict`
-    makes a new orderer; `key` and `tokens` must be functions of a module. Raises ValueError, or
-    pydantic.ValidationError for settings.
+    Errors in `key` and `tokens` are counted and leave retrieval order. Orderings count as served at once. `from_dict`
+    makes a new orderer and needs functions of a module. Raises ValueError, pydantic.ValidationError for settings.
     """
 
     def __init__(
@@ -86,8 +85,7 @@ class CacheOrderRanker:
     def run(
         self, documents: list[Document], top_k: int | None = None, scope: str | None = None, query: str | None = None
     ) -> dict[str, list[Document]]:
-        """Return the ordered `documents`. `top_k` and `scope` override the ranker's own; `query` is ignored. Raises
-        ValueError for a `top_k` below 1."""
+        """`top_k` and `scope` override the ranker's own; `query` is ignored. Raises ValueError for `top_k` below 1."""
         _check(top_k)
         best = documents[: top_k or self.top_k]
         ordered, ordering = self._reorder.within(self.scope if scope is None else scope, best)
@@ -103,7 +101,7 @@ class CacheOrderRanker:
 
 
 class ChatTurn:
-    """A turn in a pipeline, from the prompt builder to the feedback. Loaded from a snapshot, it reports nothing."""
+    """A turn, from the prompt builder to the feedback. Loaded from a snapshot, it reports nothing."""
 
     def __init__(
         self, prompt: list[ChatMessage], confirm: Callable[[ChatMessage | None, ReportedUsage | None], None] | None
@@ -129,22 +127,20 @@ class ChatTurn:
 
 @component
 class CacheOrderChatPromptBuilder:
-    """Builder of a chat's next turn, instead of a ChatPromptBuilder: the unchanged history, then the documents with the
-    question. Thread-safe.
+    """Builder of a chat's next turn, instead of ChatPromptBuilder: documents follow the unchanged history. Thread-safe.
 
         pipeline.add_component("prompt", CacheOrderChatPromptBuilder(orderer, builder=PromptBuilder("Answer briefly.")))
         pipeline.connect("retriever.documents", "prompt.documents")
         pipeline.connect("prompt.prompt", "llm.messages")
 
-    - `orderer`, or `settings` for a new one (default: from the environment).
+    - `orderer`, `settings`, `scope`: as for `CacheOrderRanker`.
     - `builder`, or `prompt` with the arguments of a new `PromptBuilder`: writes the prompt, with the system prompt.
     - `repeat`, `reference`: as for `PromptBuilder.turn`.
     - `label`: returns the label that cites and names a Document (default: `number_label` of its content).
-    - `scope`: the tenant.
     - `feedback`: its `turn` goes to a `CacheOrderFeedback`; without it turns count as served at once.
 
-    Errors in `label` are counted and leave retrieval order. `from_dict` makes a new orderer, and a builder without a
-    tokenizer; `label` must be a function of a module. Raises as `CacheOrderRanker` does.
+    Errors in `label` are counted and leave retrieval order. `from_dict` makes a new orderer and a builder without a
+    tokenizer, and needs a `label` of a module. Raises as `CacheOrderRanker` does.
     """
 
     def __init__(
@@ -174,7 +170,7 @@ class CacheOrderChatPromptBuilder:
             text=_text,
             metadata=_META,
             label=label,
-            scope=_given,
+            scope=lambda scope: scope,
             **self._naming,
         )
 
@@ -209,8 +205,8 @@ class CacheOrderChatPromptBuilder:
         history: list[ChatMessage] | None = None,
         scope: str | None = None,
     ) -> dict[str, Any]:
-        """Return `prompt`, the messages to send, which with the answer are the next history; and `documents`: the sent
-        ones in prompt order, then the named ones. `scope` overrides the builder's own."""
+        """Return the messages to send as `prompt` (with the answer they are the next history), and the `documents`:
+        sent ones in prompt order, then named ones. `scope` overrides the builder's own."""
         before = list(history or ())
         if self._turns.system and not (before and before[0].role == "system"):
             before.insert(0, ChatMessage.from_system(self._turns.system))
@@ -265,10 +261,6 @@ def _read(message: ChatMessage) -> dict[str, Any]:
     if others:
         content = [{"type": "text", "text": content}, *others]
     return plain_message(message.role.value, content, tool_calls=message.tool_calls, tool_call_id=call)
-
-
-def _given(scope: str | None) -> str | None:
-    return scope
 
 
 def _check(top_k: int | None) -> None:

@@ -20,7 +20,7 @@ _LONGEST = 64 << 20
 
 
 class ServerError(RagorderError, RuntimeError):
-    """No usable answer from a server. The message names its URL, without credentials, and what to change."""
+    """No usable answer. The message names the server's URL, without credentials, and what to change."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -37,9 +37,9 @@ class Server:
         with Server("http://host:8000", timeout_s=10) as server:
             models = server.get_json("/v1/models")
 
-    `api_key` is sent as a bearer token; user and password in the URL as basic authentication. Raises ServerError for an
-    unreachable server, an HTTP error and an answer incomplete after `timeout_s`; AddressError; ImportError without
-    httpx2.
+    `api_key` is sent as a bearer token, user and password in the URL as basic authentication. Raises AddressError,
+    ImportError without httpx2, and ServerError for an unreachable server, an HTTP error, or an answer incomplete after
+    `timeout_s`.
     """
 
     def __init__(self, base_url: str, *, timeout_s: float, api_key: str | None = None) -> None:

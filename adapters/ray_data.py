@@ -32,15 +32,15 @@ def plan_dataset(
         planned = plan_dataset(ray.data.read_json("requests.jsonl"), shards=64)
         answers = processor(planned)  # ray.data.llm, or map_batches with an engine
 
-    Columns as for `RequestColumns`. The result has each row's documents in the order of the prompt, their ranks, from
-    0, as "permutation", and the number of the shard as "shard". Join results by an id among the other columns.
+    Columns as for `RequestColumns`. Rows get their documents in prompt order, the retrieval ranks of these, from 0, as
+    "permutation", and the shard's number as "shard". Join results by an id among the other columns.
 
-    The dataset is read twice, once for popular documents in a `sample` of rows; `materialize` it if reading is
-    expensive. One task plans a whole shard, whose rows are adjacent. Each batch costs a repeated prefix: give an engine
-    at least 512 rows at a time.
+    The dataset is read twice, once for popular documents in a `sample` of rows: `materialize` it if reading is
+    expensive. One task plans a whole shard, whose rows are adjacent. Each batch repeats a prefix: give an engine at
+    least 512 rows at a time.
 
-    Raises ImportError naming the extra, ValueError for less than one shard; an unreadable column is a ValueError of the
-    task that reads it.
+    Raises ImportError naming the extra, ValueError for less than one shard; the task that reads an unreadable column
+    raises ValueError.
     """
     with needs("ray", _USER):
         import pyarrow  # noqa: F401

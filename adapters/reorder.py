@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from operator import index
 from typing import Any, Generic, Self, TypeVar
 
@@ -17,42 +18,27 @@ Tokens = Callable[[Any], int]
 ScopeOf = str | Callable[..., Hashable] | None
 
 
-def degrade(orderer: OrdererLike, reason: str) -> None:
-    note = getattr(orderer, "degrade", None)
-    if note is not None:
-        note(reason)
-
-
+@dataclass(eq=False, repr=False)
 class Reorder(Generic[T]):
     """Ordering of requests' documents. Never raises: errors leave retrieval order. Thread-safe.
 
-    `text`, `own_id`, `metadata` read a document; `key`, `tokens`, `scope` are the user's. A copy is the same object, to
+    `text`, `own_id`, `metadata` are the framework's; `key`, `tokens`, `scope` the user's. A copy is the same object, to
     share the orderer; a pickle loads with a new one.
     """
 
-    def __init__(
-        self,
-        orderer: OrdererLike,
-        *,
-        text: Callable[[T], str],
-        own_id: Callable[[T], Any] | None = None,
-        metadata: Callable[[T], Mapping[str, Any]] | None = None,
-        key: Key | None = None,
-        tokens: Tokens | None = None,
-        scope: ScopeOf = None,
-    ) -> None:
-        self.orderer = orderer
-        self._text = text
-        self._own_id = own_id
-        self._metadata = metadata
-        self.key = key
-        self.tokens = tokens
-        self._scope = scope
+    orderer: OrdererLike
+    _: KW_ONLY
+    text: Callable[[T], str]
+    own_id: Callable[[T], Any] | None = None
+    metadata: Callable[[T], Mapping[str, Any]] | None = None
+    key: Key | None = None
+    tokens: Tokens | None = None
+    scope: ScopeOf = None
 
     def __call__(self, items: Sequence[T], *request: Any, **named: Any) -> tuple[list[T], Ordering[Document]]:
-        """Return the items in order, and the ordering. A scope function gets the request."""
+        """A scope function gets the request."""
         try:
-            scope = self._scope(*request, **named) if callable(self._scope) else self._scope
+            scope = self.scope(*request, **named) if callable(self.scope) else self.scope
         except Exception as error:
             # An unknown tenant must not be confused with another one, nor with no tenant.
             return self._as_ranked(items, error)
@@ -71,11 +57,11 @@ class Reorder(Generic[T]):
 
     def _read(self, item: T) -> Document:
         name = None if self.key is None else self.key(item)
-        if name is None and self._own_id is not None:
-            name = self._own_id(item)
+        if name is None and self.own_id is not None:
+            name = self.own_id(item)
         tokens = None if self.tokens is None else index(self.tokens(item))
-        metadata = {} if self._metadata is None else self._metadata(item)
-        return Document("" if name is None else str(name), self._text(item), tokens, metadata=metadata)
+        metadata = {} if self.metadata is None else self.metadata(item)
+        return Document("" if name is None else str(name), self.text(item), tokens, metadata=metadata)
 
     def __copy__(self) -> Self:
         return self

@@ -4,7 +4,7 @@
     later requests with all documents up to this one], "tenant": "<digest>", "cost": seconds per new token, "prefix":
     tokens before the first document, "exact": leading documents to compute exactly, "question": true}}}
 
-Each fact may be missing or null. Standard library only: vLLM's processes load this module.
+Each fact may be missing or null. vLLM's processes load this module: standard library only.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ _MAX_EXPECTED = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """`documents`: prompt positions, in tokens, where documents end; `cost`: seconds per new token, if the client knows
-    better than the profile; `expected`: number of later requests with each document and those before it."""
+    """`cost`, if given, is used instead of the profile's."""
 
     documents: tuple[int, ...] = ()
     tenant: str | None = None
@@ -54,14 +53,13 @@ class RequestFacts:
         return replace(self, documents=self.documents[:documents], expected=self.expected[:documents])
 
     def forecast(self, blocks: Iterable[K], ends: Iterable[int]) -> dict[K, float]:
-        """Return the expected uses of blocks that end at these positions: those of the document with the block's
-        last token."""
+        """Return the expected uses of blocks with these ends: those of the document with the block's last token."""
         places = ((block, bisect_left(self.documents, end)) for block, end in zip(blocks, ends, strict=True))
         return {block: self.expected[place] for block, place in places if place < len(self.expected)}
 
 
 def read_facts(kv_transfer_params: object) -> RequestFacts | None:
-    """Return the facts in a request's `kv_transfer_params`, or None. Raises ValueError for malformed facts."""
+    """Return a request's facts, or None. Raises ValueError for malformed ones."""
     if not isinstance(kv_transfer_params, Mapping) or kv_transfer_params.get(FACTS) is None:
         return None
     facts = kv_transfer_params[FACTS]
@@ -129,8 +127,7 @@ def with_facts(
     expected_uses: Sequence[float] = (),
     **others: Any,
 ) -> dict[str, Any]:
-    """Return a request's arguments (the openai client's `extra_body`, vLLM's `extra_args`) with its facts; the caller's
-    own values have priority."""
+    """Add facts to the openai client's `extra_body` or vLLM's `extra_args`, except those that these have."""
     sent = dict(arguments)
     params = sent.get(FIELD)
     params = {} if params is None else params
@@ -143,8 +140,8 @@ def with_facts(
 
 
 def add_facts(fields: dict[str, Any], *known: Any) -> None:
-    """`with_facts` for a body of `msgspec.Raw` fields: the client's values stay byte by byte, malformed ones for the
-    server to refuse."""
+    """`with_facts` for a body of `msgspec.Raw` fields. The client's values stay byte by byte: the server refuses
+    malformed ones."""
     import msgspec
 
     raw_fields = dict[str, msgspec.Raw]

@@ -1,4 +1,4 @@
-"""Batches in Arrow tables, dealt to shards and planned."""
+"""Arrow tables of requests, dealt to shards and planned."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class RequestColumns:
 
         columns = RequestColumns(scope="tenant")
         paths = ShardPaths.of(columns.requests(sample), shards=64)
-        dealt = columns.deal(table, paths)  # then, of all tables, the rows of each shard:
-        planned = columns.plan(rows_of_a_shard)
+        dealt = columns.deal(table, paths)  # each part of the batch
+        planned = columns.plan(rows_of_a_shard)  # from all parts
 
-    `documents` is the column with a row's documents, best first: lists of ids, which count as `document_tokens` long,
-    or of objects with "id" and "text" or "tokens". `scope` is a column with the tenant. Each method raises ValueError
-    for a missing or unreadable column.
+    `documents` names the column with a row's documents, best first: lists of ids, which count as `document_tokens`
+    long, or of objects with "id" and "text" or "tokens". `scope` names the tenant's. Each method raises ValueError for
+    a missing or unreadable column.
     """
 
     documents: str = "documents"
@@ -53,6 +53,7 @@ class RequestColumns:
         ]
 
     def deal(self, table: Table, paths: ShardPaths) -> Table:
+        """Add the number of each row's shard as "shard"."""
         for name in (SHARD, PERMUTATION):
             if name in table.column_names:
                 raise ValueError(f"the dataset has a column {name!r}, which the plan adds: rename it")
@@ -60,8 +61,8 @@ class RequestColumns:
         return table.append_column(SHARD, pyarrow.array(shards, pyarrow.int32()))
 
     def plan(self, table: Table) -> Table:
-        """Return the rows of a shard in serving order, one tenant after another, with documents in the order of the
-        prompt and their ranks as "permutation"."""
+        """Return a shard's rows in serving order, tenant by tenant, with documents in prompt order and their ranks as
+        "permutation"."""
         planned = list(plan_requests(self.requests(table)))
         rows, permutations = [each.number for each in planned], [each.permutation for each in planned]
         given = self._documents(table)
@@ -74,7 +75,7 @@ class RequestColumns:
         return result.append_column(PERMUTATION, pyarrow.array(permutations, pyarrow.list_(pyarrow.int64())))
 
     def _documents(self, table: Table) -> list[list[Any]]:
-        # An array of lists of one length may be a tensor, a row without documents null.
+        # Lists of one length may come as a tensor, a row without documents as null.
         return [[] if values is None else list(values) for values in _column(table, self.documents)]
 
     def _request(self, values: Sequence[Any], scope: str | None) -> ShardRequest:

@@ -6,10 +6,11 @@ import asyncio
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Generic, Self, TypeVar
 
-from ragorder.adapters.reorder import ScopeOf, degrade
+from ragorder.adapters.reorder import ScopeOf
 from ragorder.adapters.usage import ReportedUsage
 from ragorder.citations import number_label
 from ragorder.conversation import Message, Repeat, message_key, name_in, segments_of
@@ -39,37 +40,33 @@ _SHORT = 1 << 14
 
 
 async def off_loop(work: Callable[[], R], texts: Iterable[object]) -> R:
-    """Return the result of `work`, in a thread if the texts that it tokenises are long."""
+    """Run `work`, in a thread if the texts that it tokenises are long."""
     length = sum(len(text) for text in texts if isinstance(text, str))
     return work() if length <= _SHORT else await asyncio.to_thread(work)
 
 
 def plain_message(role: object, content: object, **shown: object) -> dict[str, Any]:
-    """Return a message as `PromptBuilder.turn` reads one. Values that JSON cannot have become a digest or their
-    type."""
+    """Return a message for `PromptBuilder.turn`. Values that JSON lacks become their digest or type."""
     members = {"role": str(role), "content": content} | {name: value for name, value in shown.items() if value}
     plain: dict[str, Any] = json.loads(json.dumps(members, default=_opaque))
     return plain
 
 
+@dataclass(eq=False, repr=False)
 class NextTurn(Generic[D]):
     """A question or a tool's result at the end of a conversation.
 
-    `content` is its message's, in parts for a cloud with breakpoints. `new` are its documents, in prompt order,
-    `repeated` those only named there, best first. Finish it with `confirm` or `discard`; dropped, it counts as
-    discarded.
+    `content` is the message's, in parts for a cloud with breakpoints; `new` the documents in it, in prompt order,
+    `repeated` those only named, best first. Finish a turn with `confirm` or `discard`; dropped, it is discarded.
     """
 
-    def __init__(
-        self, content: Any, new: list[D], repeated: list[D], ordering: Ordering[Document], closing_tokens: int = 0
-    ) -> None:
-        self.content = content
-        self.new = new
-        self.repeated = repeated
-        self.ordering = ordering
-        self.begun = False
-        """Whether the answer's first token has arrived."""
-        self._closing_tokens = closing_tokens
+    content: Any
+    new: list[D]
+    repeated: list[D]
+    ordering: Ordering[Document]
+    closing_tokens: int = 0
+    begun: bool = field(default=False, init=False)
+    """Whether the answer's first token has arrived."""
 
     @property
     def sources(self) -> list[D]:
@@ -85,25 +82,19 @@ class NextTurn(Generic[D]):
             self.ordering.readable()
 
     def set_history_keys(self, message: Message, answer: Message | None = None) -> None:
-        """Set the keys of the message and its answer in later histories, before `confirm`. Raises TypeError."""
+        """Call it before `confirm`. Raises TypeError."""
         keys = message_key(message), "" if answer is None else message_key(answer)
-        self.ordering.set_history_keys(*keys, closing_tokens=self._closing_tokens)
+        self.ordering.set_history_keys(*keys, closing_tokens=self.closing_tokens)
 
     def confirm(self, usage: ReportedUsage | None = None, written_tokens: int | None = None) -> None:
-        reported = ReportedUsage() if usage is None else usage
-        self.ordering.confirm(
-            reported.cached_tokens,
-            reported.total_tokens,
-            prompt_tokens=reported.prompt_tokens,
-            written_tokens=written_tokens,
-        )
+        (usage or ReportedUsage()).confirm(self.ordering, written_tokens=written_tokens)
 
     def discard(self) -> None:
         self.ordering.discard()
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Surround the request. After an error it counts as served without numbers if its answer had begun, else as
+        """Surround the request: after an error it counts as served without numbers if the answer had begun, else as
         discarded."""
         try:
             yield
@@ -126,9 +117,9 @@ class NextTurn(Generic[D]):
 class FrameworkTurns(Generic[M, D]):
     """Maker of next turns by `PromptBuilder.turn`. Thread-safe.
 
-    History is only read (`read`, to a plain message), and sent as the framework's own objects. `text` and `metadata`
-    read a document; its `label` cites and names it. After an error all documents are sent in retrieval order, and the
-    orderer counts it. `no_marks` is the warning if the orderer's cache resumes only at breakpoints.
+    History is read (`read` returns a plain message) but sent as the framework's own objects. `text` and `metadata` read
+    a document, `label` cites and names it. After an error, which is counted, all documents are sent in retrieval order.
+    `no_marks` is the warning if the orderer's cache resumes only at breakpoints.
     """
 
     def __init__(
@@ -163,7 +154,7 @@ class FrameworkTurns(Generic[M, D]):
 
     @property
     def system(self) -> str:
-        """The text of a system message, "" if none is to come first."""
+        """The system message's text, "" for none."""
         form = self.builder.message_format
         return form.system if form.system_role else ""
 
@@ -181,7 +172,8 @@ class FrameworkTurns(Generic[M, D]):
         tool_call_id: str | None = None,
         is_last: bool = True,
     ) -> NextTurn[D]:
-        """Return the turn after a history; `is_last` in its prompt. A scope function gets `request`. Never raises."""
+        """Return the turn after a history; only a prompt's last one is ordered. A scope function gets `request`. Never
+        raises."""
         items = list(items)
         try:
             documents = list(map(self._read_document, items))
@@ -208,7 +200,7 @@ class FrameworkTurns(Generic[M, D]):
         )
 
     def follow(self, messages: Sequence[M], *request: Any) -> NextTurn[D]:
-        """Return the turn of messages that are sent unchanged. Never raises."""
+        """Return the turn of unchanged messages. Never raises."""
         form = self.builder.message_format
         try:
             *history, last = segments_of(self._after_system(messages), form) or [Segment("", 0)]
@@ -220,7 +212,7 @@ class FrameworkTurns(Generic[M, D]):
         return NextTurn("", [], [], ordering, form.closing_tokens)
 
     def shown(self, item: D, *, named: bool) -> str:
-        """Return a document as a turn shows it, whole or by its name. Raises errors of the functions that read it."""
+        """Raises errors of the functions that read the document."""
         document = self._read_document(item)
         form = self.builder.message_format
         return form.escape(name_in(self._reference, document) if named else form.document_text(document))
@@ -244,7 +236,7 @@ class FrameworkTurns(Generic[M, D]):
     def _check_marks(self, ordering: Ordering[Document]) -> None:
         cloud = ordering.cloud
         if self._no_marks and cloud is not None and cloud.model.rules.resume == "marks":
-            degrade(self.orderer, self._no_marks)
+            self.orderer.degrade(self._no_marks)
 
     def _scope_of(self, request: tuple[Any, ...]) -> Any:
         return self._scope(*request) if callable(self._scope) else self._scope
@@ -254,7 +246,7 @@ class FrameworkTurns(Generic[M, D]):
         first = next((place for place, each in enumerate(messages) if each["role"] not in _INSTRUCTIONS), len(messages))
         system = self.builder.system
         if system and first and [each.get("content") for each in messages[:first]] != [system]:
-            degrade(self.orderer, _OTHER_SYSTEM)
+            self.orderer.degrade(_OTHER_SYSTEM)
         return messages[first:]
 
     def _as_ranked(self, question: str, items: list[D], tool_call_id: str | None, error: Exception) -> NextTurn[D]:

@@ -7,22 +7,28 @@ from typing import Any, NamedTuple
 
 from ragorder.common.counts import reported_count
 from ragorder.common.running_mean import RunningMean
+from ragorder.ordering import Ordering
 
 _OUTPUT = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call")
 
 
 class ReportedUsage(NamedTuple):
-    """Counts of an answer; None if not reported, or impossible."""
+    """Counts of an answer; None if unreported or impossible."""
 
     cached_tokens: int | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     total_tokens: int | None = None
 
+    def confirm(self, ordering: Ordering[Any], *, written_tokens: int | None = None) -> None:
+        ordering.confirm(
+            self.cached_tokens, self.total_tokens, prompt_tokens=self.prompt_tokens, written_tokens=written_tokens
+        )
+
 
 def read_usage(*reports: Any) -> ReportedUsage:
-    """Return the counts of reports: mappings or objects, in OpenAI's names, Anthropic's or LangChain's. A later report
-    completes an earlier one."""
+    """Read mappings or objects with OpenAI's, Anthropic's or LangChain's names. A later report completes an earlier
+    one."""
     cached = prompt = completion = total = None
     for report in reports:
         details = _first(report, "input_token_details", "prompt_tokens_details", "input_tokens_details")
@@ -39,7 +45,7 @@ def read_usage(*reports: Any) -> ReportedUsage:
 
 
 def answers_something(choice: Any) -> bool:
-    """Return whether a streamed choice shows that its prompt was computed. Some servers send the role before that."""
+    """Return whether a streamed choice shows a computed prompt. Some servers send the role before that."""
     delta = member(choice, "delta")
     return bool(
         member(choice, "finish_reason")
@@ -53,7 +59,7 @@ def member(value: Any, name: str) -> Any:
 
 
 class AnswerLength:
-    """Mean answer length, in tokens. Engines allocate blocks as they generate: reserving the longest allowed answer
+    """Mean answer length, in tokens: engines allocate blocks as they generate, so room for the longest allowed answer
     would evict documents. Threads may lose each other's reports."""
 
     def __init__(self) -> None:
@@ -64,7 +70,7 @@ class AnswerLength:
             self._mean.add(count)
 
     def suffix_tokens(self, question_tokens: int, limit: int, default: int) -> int:
-        """Return the cached tokens of a question and its answer; before the first report `default` for both."""
+        """Return the cached tokens of a question and its answer, together `default` before the first report."""
         mean = self._mean.value
         expected = default - question_tokens if mean is None else round(mean)
         # Nothing is computed after the last token of an answer: its keys and values are not cached.

@@ -4,8 +4,8 @@
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/dspy_rag.py [http://127.0.0.1:8000/v1]
 
-The passages are the first field of the signature: the prompt before them is the same for each question. vLLM's CPU
-build is started by `python -m vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …` instead.
+The passages are the first field of the signature: the prompt before them is the same for each question.
+Without a GPU see docs/vllm.md for the server's command.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/haystack_pipeline.py [http://127.0.0.1:8000/v1]
 
-With vLLM's CPU build use `python -m vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …`.
+Without a GPU see docs/vllm.md for the server's command.
 """
 
 from __future__ import annotations

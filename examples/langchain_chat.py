@@ -4,8 +4,8 @@
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/langchain_chat.py [http://127.0.0.1:8000/v1]
 
-Search is history-aware: the model rephrases a question from the conversation, without its documents. vLLM's CPU build
-is started by `python -m vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …` instead.
+Search is history-aware: the model rephrases a question from the conversation, without its documents.
+Without a GPU see docs/vllm.md for the server's command.
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/langchain_rag.py [http://127.0.0.1:8000/v1]
 
-With vLLM's CPU build use `python -m vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …`.
-
-It asks the same questions twice, in retrieval order and in ragorder's order, and prints the cached tokens
-of each prompt.
+It asks the same questions in retrieval order and in ragorder's order, and prints the cached tokens of each prompt.
+Without a GPU see docs/vllm.md for the server's command.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/langgraph_chat.py [http://127.0.0.1:8000/v1]
 
-Documents come after the history; in examples/langgraph_rag.py they come before it and replace those of the last turn.
-With vLLM's CPU build use `python -m vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …`.
+In examples/langgraph_rag.py documents come before the history and replace those of the last turn.
+Without a GPU see docs/vllm.md for the server's command.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
     python examples/langgraph_rag.py [http://127.0.0.1:8000/v1]
 
 The documents are in the system message, before history and question. After them, as the result of an agent's tool,
-no order could help. With vLLM's CPU build use `python -m vllm.entrypoints.openai.api_server --block-size 32
---model MODEL …`.
+no order could help. Without a GPU see docs/vllm.md for the server's command.
 """
 
 from __future__ import annotations

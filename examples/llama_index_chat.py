@@ -4,7 +4,7 @@
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/llama_index_chat.py [http://127.0.0.1:8000/v1]
 
-With vLLM's CPU build use `python -m vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …`.
+Without a GPU see docs/vllm.md for the server's command.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ QUESTIONS = [
 
 
 class HashedWords(BaseEmbedding):
-    """Hashed word counts: enough for four sentences, without a download."""
+    """Hashed word counts: enough for four sentences."""
 
     def _get_text_embedding(self, text: str) -> list[float]:
         vector = [0.0] * 256
@@ -58,7 +58,7 @@ class HashedWords(BaseEmbedding):
 
 
 class CachedTokens(BaseEventHandler):
-    """Prints the usage reported by the server for each answer."""
+    """Prints each answer's usage."""
 
     def handle(self, event: Any, **_: Any) -> None:
         usage = getattr(event.response.raw, "usage", None) if isinstance(event, LLMChatEndEvent) else None

@@ -4,8 +4,7 @@
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/llama_index_query_engine.py [http://127.0.0.1:8000/v1]
 
-Any server with OpenAI's API works; vLLM reports cached tokens with --enable-prompt-tokens-details. vLLM's CPU build is
-started by `python -m vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …` instead.
+Any server with OpenAI's API works. Without a GPU see docs/vllm.md for the server's command.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ QUESTIONS = [
 
 
 class HashedWords(BaseEmbedding):
-    """Hashed word counts: enough for six sentences, without a download."""
+    """Hashed word counts: enough for six sentences."""
 
     def _get_text_embedding(self, text: str) -> list[float]:
         vector = [0.0] * 256
@@ -60,7 +59,7 @@ class HashedWords(BaseEmbedding):
 
 
 class CachedTokens(BaseEventHandler):
-    """Prints the usage reported by the server for each answer."""
+    """Prints each answer's usage."""
 
     def handle(self, event: Any, **_: Any) -> None:
         usage = getattr(event.response.raw, "usage", None) if isinstance(event, LLMChatEndEvent) else None

@@ -3,8 +3,8 @@
     pip install '.[vllm]'
     python examples/offline_batch.py MODEL
 
-`order_batch` orders the documents of each request and also the requests: those that share documents are served one
-after another. The answers are put back in the order of the questions. Both orders are served, to compare cached tokens.
+`order_batch` orders each request's documents, and the requests: those that share documents are served one after
+another. Answers are put back in the order of the questions. Retrieval order is served too, to compare cached tokens.
 """
 
 from __future__ import annotations

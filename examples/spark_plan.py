@@ -3,8 +3,8 @@
     pip install . 'pyspark[sql]>=4'        # and a Java runtime
     python examples/spark_plan.py [REQUESTS.json]
 
-The rows of a shard stand together, in serving order, until Spark shuffles them again: write them, and have an engine
-read each shard from its first row to its last. Answers are joined with the questions by id.
+A shard's rows stay together, in serving order, until Spark shuffles them again: write them, and have an engine read
+each shard from first to last. Join answers with questions by id.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ragorder.trie.shards import ShardPaths, shared_documents
 
 
 def plan(rows: DataFrame, shards: int, sample: float = 1.0) -> DataFrame:
-    """The rows of a table with a column "documents", shard by shard, in serving order within each: "documents" in the
-    order of the prompt, and two columns more. A `sample` of the rows tells which documents are popular."""
+    """The rows, shard by shard, in serving order, with "documents" in prompt order and two columns more. A `sample` of
+    the rows tells which documents are popular."""
     columns = RequestColumns()
     counted = rows.select(*columns.names).sample(sample, seed=0).toArrow()
     shared = rows.sparkSession.sparkContext.broadcast(ShardPaths.of(columns.requests(counted), shards))

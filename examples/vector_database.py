@@ -3,9 +3,9 @@
     pip install '.[torch,proxy]' qdrant-client
     python examples/vector_database.py [QUESTION …]
 
-Qdrant runs in this process; for a server give AsyncQdrantClient its URL, which changes nothing else. The documents are
-those of Python's standard library. The model has random weights, so nothing is downloaded and answers make no sense:
-replace the engine by `OpenAIStreams` for a real one (docs/workflows.md).
+Qdrant runs in this process; for a server give AsyncQdrantClient its URL. The documents are Python's standard library.
+The model has random weights, so nothing is downloaded and answers make no sense: `OpenAIStreams` is the engine for real
+ones (docs/workflows.md).
 """
 
 from __future__ import annotations

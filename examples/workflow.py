@@ -4,9 +4,8 @@
     python examples/workflow.py [trace.jsonl]
     ragorder workflow trace trace.jsonl --plot wavefront.png
 
-The documents are those of Python's standard library. The model has random weights, so nothing is downloaded: times
-and cached tokens are real, answers are not. With `--model smollm2` (docs/vllm.md) or a folder they are real and shown;
-that takes some minutes.
+The documents are Python's standard library. The model has random weights, so nothing is downloaded: times and cached
+tokens are real, answers are not. With `--model smollm2` (docs/vllm.md) or a folder they are, which takes some minutes.
 """
 
 from __future__ import annotations

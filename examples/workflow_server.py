@@ -3,7 +3,7 @@
     pip install '.[live]' numpy
     python examples/workflow_server.py http://127.0.0.1:8000
 
-The server may be vLLM, SGLang or any other; vLLM reports cached tokens with --enable-prompt-tokens-details.
+vLLM reports cached tokens with --enable-prompt-tokens-details.
 """
 
 from __future__ import annotations

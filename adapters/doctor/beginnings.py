@@ -18,7 +18,7 @@ _LEAST_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class SharedBeginning:
-    """Length of the prefix shared with `earlier` (None for the first request of a scope)."""
+    """The first request of a scope has no `earlier` one."""
 
     characters: int
     earlier: LoggedRequest | None
@@ -26,8 +26,7 @@ class SharedBeginning:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """First difference of a request from all earlier ones, before text that others repeat; `at_repeated`: in a
-    repeated line."""
+    """First difference of a request from all earlier ones, before text that others repeat, or `at_repeated` text."""
 
     request: LoggedRequest
     at: int
@@ -52,7 +51,7 @@ def find_partings(
 
 
 def shared_beginnings(requests: Sequence[LoggedRequest]) -> list[SharedBeginning]:
-    """Return for each request the earlier one of its scope with the longest common prefix, to within 256 characters."""
+    """Find, to within 256 characters, the earlier request of each one's scope with the longest common prefix."""
     by_chunks: dict[tuple[tuple[str, str], bytes], LoggedRequest] = {}
     last: dict[tuple[str, str], LoggedRequest] = {}
     found = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ragorder.adapters.doctor.beginnings import Parting, SharedBeginning, find_partings, shared_beginnings
 from ragorder.adapters.doctor.front import ListChange, ToolsChange, list_changes, tool_changes
@@ -30,29 +30,32 @@ class Finding:
 
 
 class RenderError(RagorderError):
-    """The chat template fails. The message does not quote the chat."""
+    """The message does not quote the chat."""
 
 
+def tokenized(server: Server, model: str | None, **prompt: Any) -> list[Any]:
+    """Raises RenderError."""
+    try:
+        answer = server.post_json("/tokenize", prompt | ({} if model is None else {"model": model}))
+    except ServerError as error:
+        raise RenderError(str(error)) from None
+    tokens = answer.get("tokens") if isinstance(answer, dict) else None
+    if not isinstance(tokens, list):
+        raise RenderError(f"{server.root}/tokenize returned no tokens: give --tokenizer")
+    return tokens
+
+
+@dataclass(frozen=True, slots=True)
 class ServerTemplate:
     """`dated`: whether the chat template writes today's date."""
 
-    dated = False
-
-    def __init__(self, server: Server, model: str | None) -> None:
-        self._server = server
-        self._model = {} if model is None else {"model": model}
+    server: Server
+    model: str | None
+    dated: ClassVar[bool] = False
 
     def render(self, messages: Chat, *, open_end: bool) -> Sequence[Any]:
         """Return a chat's tokens, with `open_end` up to the start of the answer. Raises RenderError."""
-        body = {"messages": list(messages), "add_generation_prompt": open_end, **self._model}
-        try:
-            answer = self._server.post_json("/tokenize", body)
-        except ServerError as error:
-            raise RenderError(str(error)) from None
-        tokens = answer.get("tokens") if isinstance(answer, dict) else None
-        if not isinstance(tokens, list):
-            raise RenderError(f"{self._server.root}/tokenize returned no tokens: give --tokenizer")
-        return tokens
+        return tokenized(self.server, self.model, messages=list(messages), add_generation_prompt=open_end)
 
 
 class LocalTemplate:
@@ -75,8 +78,6 @@ ChatTemplate = ServerTemplate | LocalTemplate
 
 @dataclass
 class Case:
-    """Input of the rules. `probe` returns the cached tokens of one prompt that is sent again with the same topic."""
-
     log: RequestLog
     block_size: int | None = None
     template: ChatTemplate | None = None
@@ -85,19 +86,19 @@ class Case:
 
     @cached_property
     def cached_share(self) -> float:
-        """Share of the prompt tokens that was cached by the reports, or else began an earlier request."""
+        """Reported share of cached prompt tokens; without reports, of those that began an earlier request."""
         known = [each for each in self.log.requests if each.cached_tokens is not None and each.prompt_tokens]
         if not known:
             return self.reusable(self.log.requests)
         return sum(each.cached_tokens or 0 for each in known) / sum(each.prompt_tokens or 0 for each in known)
 
     def reusable(self, requests: Sequence[LoggedRequest]) -> float:
-        """Return the share of the tokens of these requests that begin an earlier one of their scope."""
+        """Return the share of the requests' tokens that begin an earlier one of their scope."""
         shared = sum(min(self.tokens(each.characters), self.length(request)) for request, each in _with(requests))
         return min(1.0, shared / max(1, sum(map(self.length, requests))))
 
     def instead(self, requests: Sequence[LoggedRequest], how: str) -> str:
-        """Return the share that is cached now, and the one with these requests instead."""
+        """Compare the cached share with that of these requests."""
         cached, would = 100 * self.cached_share, 100 * self.reusable(requests)
         return f"{cached:.1f} % of the prompt tokens were cached, about {max(cached, would):.0f} % would be {how}"
 
@@ -107,17 +108,15 @@ class Case:
 
     @cached_property
     def other_tools(self) -> Mapping[int, ToolsChange]:
-        """Lines of the requests whose tools no earlier request of their scope had so."""
         return tool_changes(self.log.requests)
 
     @cached_property
     def other_lists(self) -> Mapping[int, ListChange]:
-        """Lines of the requests that first differ from all earlier ones in a list before the conversation."""
         return list_changes(self.log.requests)
 
     @cached_property
     def partings(self) -> list[Parting]:
-        """Those that are caused neither by the order of tools nor by that of a list in the system message."""
+        """Those caused neither by the order of tools nor by that of a list in the system message."""
         return [
             each
             for each in find_partings(self.log.requests, self.beginnings, self.tokens)

@@ -16,7 +16,7 @@ _UBATCH = 512
 
 @dataclass(frozen=True, slots=True)
 class ServingCommand:
-    """`notes`: what of the placement the engine cannot do, or names otherwise."""
+    """`notes`: what the engine cannot do, or names otherwise."""
 
     words: tuple[str, ...]
     notes: tuple[str, ...] = ()
@@ -95,4 +95,4 @@ COMMANDS: Mapping[str, Callable[[PlannedPlacement, str, str | None], ServingComm
     "vllm": _vllm,
     "llama.cpp": _llama_cpp,
 }
-"""By engine: the command for a placement, a model (folder or name) and its dtype."""
+"""By engine, from a placement, a model (folder or name) and its dtype."""

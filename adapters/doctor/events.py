@@ -43,8 +43,8 @@ class _HeardEvents:
 def check_events(
     events: Events | None, host: str, engines: int, serve: Callable[[], Sequence[int]], timeout_s: float
 ) -> list[Finding]:
-    """Listen to the events of a server's engines while `serve` computes new prompts and returns their tokens, then
-    replay one. Raises ImportError without ragorder[live]."""
+    """Listen to the engines' events while `serve` computes prompts and returns their tokens, then replay one. Raises
+    ImportError without ragorder[live]."""
     if events is None:
         found = "not checked: without KV events, cached documents are estimated by an LRU mirror of the block pool"
         return [Finding("KV events", "unknown", found, _how_to_publish(host, engines))]
@@ -149,7 +149,7 @@ def _listen(endpoints: Sequence[str], serve: Callable[[], Sequence[int]], timeou
 
 
 def _replayed(endpoint: str, batch: int | None, timeout_s: float) -> bool | None:
-    """Return whether the batch, or without one anything, was replayed; None without an answer."""
+    """Return whether the batch (None: anything) was replayed, or None without an answer."""
     with _socket("DEALER", [endpoint]) as (_, socket, _shaken):
         wanted = (_FAR_AWAY if batch is None else batch).to_bytes(8, "big")
         socket.send_multipart([b"", wanted])

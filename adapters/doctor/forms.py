@@ -1,4 +1,4 @@
-"""The template that fits the documents of a log: a known application's, or one that can be learned."""
+"""Template for a log's documents: a known application's, or a learned one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEARN = "look at `ragorder template LOG -o app.toml`, and give the file to `rag
 
 
 def fitting_template(case: Case) -> Finding:
-    """Name the preset that finds documents in most requests, or else say that a form can be learned."""
+    """Name the preset that finds documents in most requests, or say that a form can be learned."""
     try:
         from ragorder.adapters.learning.suggestion import predict_saving, suggest
         from ragorder.adapters.proxy.bodies.presets import presets

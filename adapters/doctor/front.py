@@ -1,4 +1,4 @@
-"""What stands before the conversation and changes from request to request: fields, tools and lists."""
+"""Changes before the conversation: fields, tools and lists."""
 
 from __future__ import annotations
 
@@ -30,15 +30,11 @@ def without_fields(requests: Iterable[LoggedRequest]) -> list[LoggedRequest]:
     return [replace(each, scope=("", "")) for each in requests]
 
 
-def _by_fields(requests: Iterable[LoggedRequest]) -> list[LoggedRequest]:
-    """Return the requests as if any other field made another cache."""
-    return [replace(each, scope=("\n".join(map(str, sorted(each.fields.items()))), "")) for each in requests]
-
-
 def separations(requests: Sequence[LoggedRequest]) -> Iterator[tuple[LoggedRequest, int, Sequence[str]]]:
-    """Yield each request, the characters at its beginning that an earlier one has too, and the fields by which it
-    differs from that; none if one with the same fields shares half as much."""
-    shared, own = shared_beginnings(without_fields(requests)), shared_beginnings(_by_fields(requests))
+    """Yield each request, the characters that begin an earlier one too, and the fields by which it differs from that;
+    none if one with the same fields shares half as much."""
+    by_fields = [replace(each, scope=("\n".join(map(str, sorted(each.fields.items()))), "")) for each in requests]
+    shared, own = shared_beginnings(without_fields(requests)), shared_beginnings(by_fields)
     for request, most, same in zip(requests, shared, own, strict=True):
         if most.earlier is not None:
             fields, theirs = request.fields, most.earlier.fields
@@ -47,7 +43,7 @@ def separations(requests: Sequence[LoggedRequest]) -> Iterator[tuple[LoggedReque
 
 
 def tool_changes(requests: Iterable[LoggedRequest]) -> dict[int, ToolsChange]:
-    """Return how the tools of requests differ from all earlier ones of their scope, by line."""
+    """Return, by line, how requests' tools differ from all earlier ones of their scope."""
     orders: defaultdict[Scope, set[tuple[str, ...]]] = defaultdict(set)
     sets: defaultdict[Scope, set[frozenset[str]]] = defaultdict(set)
     found: dict[int, ToolsChange] = {}
@@ -64,7 +60,7 @@ def tool_changes(requests: Iterable[LoggedRequest]) -> dict[int, ToolsChange]:
 
 
 def with_one_tools_order(requests: Sequence[LoggedRequest]) -> list[LoggedRequest]:
-    """Return the requests with all tools of their scope, each with its first text, by name."""
+    """Give requests with tools all tools of their scope, with their first texts, sorted by name."""
     tools: defaultdict[Scope, dict[str, str]] = defaultdict(dict)
     for request in requests:
         tools[request.scope] = {**request.tools, **tools[request.scope]}
@@ -73,7 +69,7 @@ def with_one_tools_order(requests: Sequence[LoggedRequest]) -> list[LoggedReques
 
 
 class _List(NamedTuple):
-    """Items from `start` to `end` of a text, each with its mark ("- "), or lines that have none."""
+    """Items from `start` to `end` of a text; the marks ("- ") may be empty."""
 
     start: int
     end: int
@@ -82,8 +78,8 @@ class _List(NamedTuple):
 
 
 def list_changes(requests: Sequence[LoggedRequest]) -> dict[int, ListChange]:
-    """Return how requests differ from all earlier ones of their scope first in a list of their system message, by
-    line: in the order of items that an earlier one has too, or in known items."""
+    """Return, by line, how requests differ from all earlier ones of their scope first in a list of the system message:
+    in the order of an earlier one's items, or in known items."""
     orders: defaultdict[Scope, set[tuple[str, ...]]] = defaultdict(set)
     known: defaultdict[Scope, set[str]] = defaultdict(set)
     found: dict[int, ListChange] = {}
@@ -102,7 +98,7 @@ def list_changes(requests: Sequence[LoggedRequest]) -> dict[int, ListChange]:
 
 
 def with_one_list_order(requests: Iterable[LoggedRequest]) -> list[LoggedRequest]:
-    """Return the requests with the items of each list in their system message sorted."""
+    """Sort the items of each list in the system messages."""
     return [replace(request, text=_sorted(request)) for request in requests]
 
 
@@ -116,7 +112,7 @@ def _sorted(request: LoggedRequest) -> str:
 
 
 def _lists(request: LoggedRequest) -> Iterator[_List]:
-    """Return runs of at least three items with marks, and other paragraphs of as many lines."""
+    """Yield runs of at least three items with marks, and other paragraphs of three lines or more."""
     for paragraph in _PARAGRAPH.finditer(request.text, request.tools_end, request.system_end):
         start, runs = paragraph.start(), []
         for _, group in groupby(_items(paragraph.group()), key=lambda item: bool(_ITEM.match(item))):
@@ -130,7 +126,7 @@ def _lists(request: LoggedRequest) -> Iterator[_List]:
 
 
 def _items(paragraph: str) -> list[str]:
-    """Return the lines, those that are indented below an item together with it."""
+    """Split into lines, but leave those indented below an item with it."""
     items: list[str] = []
     for line in paragraph.split("\n"):
         mark = _ITEM.match(items[-1]) if items else None

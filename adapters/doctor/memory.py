@@ -19,7 +19,7 @@ from ragorder.pipelining.placement.profile import PlacementProfile
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Memory needs and their placement; `problem` explains a missing one."""
+    """`problem` explains a missing placement."""
 
     costs: PlacementCosts
     budgets: Budgets
@@ -53,7 +53,7 @@ class MemoryReport:
         return "\n".join(lines)
 
     def command(self, model: str, dtype: str | None = None, engine: str = "ragorder") -> ServingCommand | None:
-        """Return the command of an engine (`COMMANDS`) that serves `model` as placed, or None without a placement."""
+        """Return the command of an engine in `COMMANDS`, or None without a placement."""
         return None if self.placement is None else COMMANDS[engine](self.placement, model, dtype)
 
     def as_json(self) -> Mapping[str, Any]:
@@ -89,16 +89,12 @@ class MemoryReport:
         return found
 
 
-def choose_budgets(
-    device_bytes: int | None, host_bytes: int | None, disk_bytes: int | None, folder: Path | str = "."
-) -> Budgets:
-    """Return the given budgets, completed by this machine's, for which psutil is needed. A given device and host count
-    as two memories."""
+def choose_budgets(device_bytes: int | None, host_bytes: int | None, disk_bytes: int | None) -> Budgets:
+    """Complete the given budgets by this machine's, with psutil. A given device and host count as two memories."""
     if device_bytes is not None and host_bytes is not None:
         return Budgets(device_bytes, host_bytes, disk_bytes or 0)
     given: dict[str, Any] = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
-    machine = Budgets.of_this_machine(folder)
-    return replace(machine, **{name: size for name, size in given.items() if size is not None})
+    return replace(Budgets.of_this_machine(), **{name: size for name, size in given.items() if size is not None})
 
 
 def estimated_costs(
@@ -110,7 +106,7 @@ def estimated_costs(
     partitions: int = 32,
     dtype: str | None = None,
 ) -> EstimatedCosts:
-    """Return the costs of a model (folder or config.json) and a FAISS file. Raises OSError, ValueError, and ImportError
+    """Estimate for a model (folder or config.json) and a FAISS file. Raises OSError, ValueError, and ImportError
     without FAISS."""
     rates = Rates.of_a_cpu() if on_a_cpu else Rates.of_a_gpu()
     sizes = model_sizes(model, dtype=dtype)
@@ -125,7 +121,7 @@ def estimated_costs(
 
 
 def examine_memory(costs: PlacementCosts | Path, budgets: Budgets, *, backlog: int | None = None) -> MemoryReport:
-    """Return the placement for these costs, or for a profile's file. Raises OSError, ValueError."""
+    """Place by these costs, or by a profile's file. Raises OSError, ValueError."""
     found = PlacementProfile.from_file(costs) if isinstance(costs, Path) else costs
     try:
         return MemoryReport(found, budgets, plan_placement(budgets, found, backlog=backlog))

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragorder.adapters.doctor.beginnings import common_length
-from ragorder.adapters.doctor.case import Finding, Verdict
-from ragorder.adapters.http_client import Server, ServerError
+from ragorder.adapters.doctor.case import Finding, RenderError, Verdict, tokenized
+from ragorder.adapters.doctor.request_log import INSTRUCTIONS, messages_of, shown
+from ragorder.adapters.http_client import Server
 from ragorder.common.jsonl import printable
 
 PromptSample = str | Sequence[Mapping[str, Any]]
@@ -60,7 +61,7 @@ _BEFORE, _AFTER = 14, 26
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """`kind` of the text that varies, and a `remedy` ("" if unknown)."""
+    """`kind` and `remedy` of the text that varies are "" if unknown."""
 
     characters: int
     in_system: bool
@@ -126,19 +127,11 @@ def _judge_parting(parting: _Difference, too_short: bool) -> Finding:
 
 
 def _shared_tokens(server: Server, model: str | None, samples: Sequence[PromptSample]) -> int | None:
-    tokens = []
-    for sample in samples:
-        form = "prompt" if isinstance(sample, str) else "messages"
-        body = {form: sample if isinstance(sample, str) else list(sample)} | ({"model": model} if model else {})
-        try:
-            answer = server.post_json("/tokenize", body)
-        except ServerError:
-            return None
-        ids = answer.get("tokens") if isinstance(answer, dict) else None
-        if not isinstance(ids, list):
-            return None
-        tokens.append(ids)
-    return common_length(*tokens)
+    prompts = [{"prompt": each} if isinstance(each, str) else {"messages": list(each)} for each in samples]
+    try:
+        return common_length(*(tokenized(server, model, **prompt) for prompt in prompts))
+    except RenderError:
+        return None
 
 
 def _part(first: PromptSample, second: PromptSample, marker: str | None) -> _Difference | None:
@@ -170,19 +163,9 @@ def _excerpt(text: str, at: int) -> str:
 
 
 def _as_text(sample: PromptSample) -> tuple[str, int]:
+    """Return the prompt, and where its system message ends."""
     if isinstance(sample, str):
         return sample, 0
-    parts, length, system = [], 0, 0
-    for message in sample:
-        part = f"<{message.get('role')}>\n{_content(message.get('content'))}\n"
-        parts.append(part)
-        length += len(part)
-        if message.get("role") in ("system", "developer") and len(parts) == 1:
-            system = length - 1
-    return "".join(parts), system
-
-
-def _content(content: Any) -> str:
-    if isinstance(content, list):
-        return "\n".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content)
-    return "" if content is None else str(content)
+    messages = list(messages_of(list(sample)))
+    system = [shown(each) for each in messages[:1] if each.role in INSTRUCTIONS]
+    return "".join(map(shown, messages)), sum(map(len, system)) - len(system)

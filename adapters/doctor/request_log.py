@@ -15,7 +15,7 @@ from ragorder.common.jsonl import JSONLines
 EXAMPLE = '{"messages": […], "usage": {…}}'
 _MOST_REQUESTS = 5_000
 _MOST_CHARACTERS = 1 << 27
-_INSTRUCTIONS = ("system", "developer")
+INSTRUCTIONS = ("system", "developer")
 _FIELDS = (
     *("model", "cache_salt", "prompt_cache_key", "chat_template_kwargs", "chat_template", "reasoning_effort"),
     *("reasoning", "thinking", "tool_choice"),
@@ -29,10 +29,10 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """A request's prompt and reported counts (None if not reported).
+    """A request's prompt and its reported counts.
 
     The first `tools_end` characters of `text` are tools, the first `system_end` tools and system message. Requests of
-    the same `scope` (model and salt) share a cache, which may depend on `fields`.
+    one `scope` (model and salt) share a cache, unless `fields` separate them.
     """
 
     line: int
@@ -50,14 +50,13 @@ class LoggedRequest:
     written_tokens: int | None
 
     def with_tools(self, tools: Mapping[str, str]) -> LoggedRequest:
-        """Return the request with these tools before its messages."""
-        head = _shown(Message("tools", _listed(tools.values())))
+        head = shown(Message("tools", _listed(tools.values())))
         return replace(self, text=head + self.text[self.tools_end :], tools=tools)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLog:
-    """Requests of a log. `cut`: more requests were not read."""
+    """`cut`: further requests were not read."""
 
     requests: tuple[LoggedRequest, ...]
     cut: bool
@@ -71,8 +70,8 @@ class RequestLog:
 def read_log(path: Path, *, most_requests: int = _MOST_REQUESTS, most_characters: int = _MOST_CHARACTERS) -> RequestLog:
     """Read the first requests of a file of JSON lines, plain or compressed.
 
-    A line is a body with `usage`, or has the body as `request` and the answer as `response` or its `usage`. Raises
-    JSONLinesError, which names the line and does not quote it.
+    A line is a body with `usage`, or has the body as `request` and the answer as `response`, or its `usage`. Raises
+    JSONLinesError, which quotes no line.
     """
     lines = JSONLines(path, example=EXAMPLE)
     found: list[LoggedRequest] = []
@@ -101,10 +100,10 @@ def _raise(error: Exception) -> NoReturn:
 def _request(line: int, body: Mapping[str, Any], usage: Any) -> LoggedRequest:
     tools = _tools(body.get("tools") or body.get("functions"))
     said = list(_messages(body, tools))
-    leading = next((at for at, each in enumerate(said) if each.role not in ("tools", *_INSTRUCTIONS)), len(said))
+    leading = next((at for at, each in enumerate(said) if each.role not in ("tools", *INSTRUCTIONS)), len(said))
     # Where a chat template writes them is not known: most do so after the system message.
     messages = (*said[:leading], *_documents(body.get("documents")), *said[leading:])
-    parts = [_shown(each) for each in messages]
+    parts = [shown(each) for each in messages]
     sent = body.get("messages")
     chat = isinstance(sent, list) and bool(sent) and all(isinstance(each, dict) for each in sent)
     model = str(body.get("model") or "")
@@ -154,7 +153,7 @@ def _listed(tools: Iterable[str]) -> str:
     return f"[{', '.join(tools)}]"
 
 
-def _shown(message: Message) -> str:
+def shown(message: Message) -> str:
     return f"<{message.role}>\n{message.text}\n"
 
 
@@ -164,8 +163,8 @@ def _messages(body: Mapping[str, Any], tools: Mapping[str, str]) -> Iterator[Mes
     for name in ("system", "instructions"):
         if body.get(name):
             yield Message("system", _content(body[name]))
-    yield from _turns(body.get("messages"))
-    yield from _turns(body.get("input"))
+    yield from messages_of(body.get("messages"))
+    yield from messages_of(body.get("input"))
     if (prompt := body.get("prompt")) is not None:
         yield Message("prompt", " ".join(map(str, prompt)) if isinstance(prompt, list) else str(prompt))
     yield from _tagged(body.get("ragorder"))
@@ -176,7 +175,7 @@ def _documents(documents: Any) -> Iterator[Message]:
         yield Message("documents", "\n".join(json.dumps(each, ensure_ascii=False) for each in documents))
 
 
-def _turns(messages: Any) -> Iterable[Message]:
+def messages_of(messages: Any) -> Iterable[Message]:
     if isinstance(messages, str):
         return [Message("user", messages)]
     return (

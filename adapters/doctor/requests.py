@@ -42,8 +42,8 @@ def examine_requests(
         for finding in examine_requests(Path("requests.jsonl"), base_url="http://host:8000"):
             print(finding.verdict, finding.check, finding.found)
 
-    The server at `base_url` gives its block size and renders chats; without it `block_size` and a transformers
-    `tokenizer` do. With `topic_header` it gets eight test requests. Findings quote no request. Raises JSONLinesError,
+    The server at `base_url` gives its block size and renders chats; otherwise `block_size` and a transformers
+    `tokenizer` do. For a `topic_header` it gets eight test requests. Findings quote no request. Raises JSONLinesError,
     AddressError, ImportError without ragorder[live].
     """
     case = Case(read_log(path), block_size, None if tokenizer is None else LocalTemplate(tokenizer), topic_header)
@@ -70,7 +70,7 @@ def _ask(case: Case, server: Server, model: str | None) -> None:
 
 
 def _cached(case: Case, others: Sequence[Finding]) -> Finding:
-    """The cache is blamed only if no other finding explains the difference."""
+    """Blame the cache only if no other finding explains the loss."""
     requests = case.log.requests
     found = f"{len(requests):,} requests{' at the beginning of the log' if case.log.cut else ''}"
     reports = {id(each): each for each in requests if each.cached_tokens is not None and each.prompt_tokens}

@@ -1,9 +1,9 @@
-"""Rules on a log of requests: why too little was cached."""
+"""Rules on a request log: why too little was cached."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import gcd
 from operator import itemgetter
@@ -95,22 +95,25 @@ _BY_FORM = (
     "`ragorder serve --template FILE`, a file with the lines "
     """form = "- {text}" and between = "\\n", and as tail the text after the list"""
 )
-_TOOL_CHANGES = {
-    "order": "the same tools in another order",
-    "names": "another set of tools",
-    "texts": "the same tools with other texts",
-}
 _TOOLS = {
-    "the same tools in another order": "tools come first in a prompt: send them in one order, sorted by name in the "
-    "application or by `ragorder serve --stable-tools`",
-    "another set of tools": "send the same set of tools in all requests, and allow some of them by tool_choice "
-    "(allowed_tools), or put those that vary last",
-    "the same tools with other texts": "keep their descriptions the same: a date or a path belongs into a message",
+    "order": (
+        "the same tools in another order",
+        "tools come first in a prompt: send them in one order, sorted by name in the application or by `ragorder serve "
+        "--stable-tools`",
+    ),
+    "names": (
+        "another set of tools",
+        "send the same set of tools in all requests, and allow some of them by tool_choice (allowed_tools), or put "
+        "those that vary last",
+    ),
+    "texts": (
+        "the same tools with other texts",
+        "keep their descriptions the same: a date or a path belongs into a message",
+    ),
 }
 
 
 def _document_order(case: Case) -> Finding:
-    """Count requests that part from all earlier ones at a repeated document, with more of them after it."""
     check = "order of documents"
     reordered = sum(each.at_repeated for each in case.partings)
     found = f"{reordered:,} of {len(case.beginnings):,} requests have documents of earlier ones in another order"
@@ -141,7 +144,6 @@ def _reusable(case: Case) -> tuple[float, float]:
 
 
 def _fields(case: Case) -> Finding:
-    """Count requests whose text began an earlier one that has other fields, unless their answers report hits."""
     check = "request fields"
     sharing = [each for each in separations(case.log.requests) if case.tokens(each[1]) >= _LEAST_STEP]
     kinds: Counter[str] = Counter()
@@ -162,7 +164,6 @@ def _fields(case: Case) -> Finding:
 
 
 def _lists(case: Case) -> Finding:
-    """Count requests that part from all earlier ones in the order of a list in the system message."""
     check = "list in the system message"
     kinds = Counter(_LIST_CHANGES[each] for each in case.other_lists.values())
     reordered, changed = kinds[_LIST_CHANGES["order"]], kinds.total()
@@ -189,18 +190,18 @@ def _list_advice(case: Case) -> str:
 
 
 def _tools(case: Case) -> Finding:
-    """Count requests whose tools no earlier request had in this order, with these names or texts."""
     check = "tools"
     having = sum(bool(each.tools) for each in case.log.requests)
     if not having:
         return Finding(check, "good", "no request has tools")
-    kinds = Counter(_TOOL_CHANGES[each] for each in case.other_tools.values())
+    kinds = Counter(_TOOLS[each] for each in case.other_tools.values())
     found = f"{kinds.total():,} of {having:,} requests have tools that no earlier one had so"
     verdict = graded(kinds.total(), having)
     if verdict == "good":
         return Finding(check, "good", found)
-    found += f": {counted(kinds)}; {case.instead(with_one_tools_order(case.log.requests), 'with all in one order')}"
-    return Finding(check, verdict, found, "; ".join(_TOOLS[kind] for kind, _ in kinds.most_common()))
+    found += f": {counted({change: count for (change, _), count in kinds.items()})}; "
+    found += case.instead(with_one_tools_order(case.log.requests), "with all in one order")
+    return Finding(check, verdict, found, "; ".join(advice for (_, advice), _ in kinds.most_common()))
 
 
 def _granularity(case: Case) -> Finding:
@@ -252,7 +253,7 @@ def _history(case: Case) -> Finding:
 
 
 def _continued(case: Case) -> list[LoggedRequest]:
-    """Return the requests of the log, each later turn after the text of the turn before."""
+    """Return the log's requests, each later turn with the text of the turn before."""
     before = {id(turn.request): turn.before for turn in case.turns if turn.changed is not None}
     texts: dict[int, str] = {}
     for each in case.log.requests:
@@ -296,7 +297,9 @@ def _minimum(case: Case) -> Finding:
         for each, shared in case.beginnings
         if each.model in minima and not each.cached_tokens and 0 < case.tokens(shared.characters) < minima[each.model]
     ]
-    found = f"{_range(minima.values())} tokens: {len(short):,} of {len(concerned):,} prompts are shorter"
+    extremes = sorted({min(minima.values()), max(minima.values())})
+    found = f"{' to '.join(f'{each:,}' for each in extremes)} tokens: "
+    found += f"{len(short):,} of {len(concerned):,} prompts are shorter"
     below = len(set(map(id, [*short, *few])))
     found += f", {below - len(short):,} more share less than that with an earlier one"
     verdict = graded(below, len(concerned))
@@ -308,13 +311,8 @@ def _rules_of(model: str) -> CacheRules | None:
     return found and found[0]
 
 
-def _range(values: Collection[int]) -> str:
-    least, most = min(values), max(values)
-    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
-
-
 class _Comparison(NamedTuple):
-    """Tokens of a turn that the next one loses, and whether the next one repeats the prompt of the answer."""
+    """Of a turn's tokens, those that the next turn loses; and whether that repeats the answer's prompt."""
 
     lost_tokens: int
     tokens: int
@@ -390,8 +388,6 @@ def _topic(case: Case) -> Finding:
 
 
 def _volatile(case: Case) -> Finding:
-    """Count requests whose first difference from all earlier ones is an unrepeated line, before long lines that others
-    repeat."""
     check = "text before the documents"
     kinds: Counter[str] = Counter()
     remedies: Counter[str] = Counter()

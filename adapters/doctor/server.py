@@ -13,7 +13,9 @@ from ragorder.adapters.doctor.events import Events, check_events
 from ragorder.adapters.doctor.prompts import PromptSample, check_samples
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.observing.tier_stats import fetch_tier_stats
+from ragorder.adapters.usage import ReportedUsage, member, read_usage
 from ragorder.adapters.vllm.cache_config import CacheConfig, cache_config
+from ragorder.common.counts import reported_count
 from ragorder.common.jsonl import printable
 
 T = TypeVar("T")
@@ -24,8 +26,8 @@ _TOKEN_IDS = range(100, 256)
 _OTHER_FORM = (400, 404, 405, 422, 501)
 _REPEATS = 7
 _PROBE_TOKENS = 512
+# engine: vLLM, SGLang or unknown; proxy: ragorder serve; embedded: ragorder's engine.
 Kind = Literal["engine", "proxy", "embedded", "other"]
-"""engine: vLLM, SGLang or unknown; proxy: ragorder serve; embedded: ragorder's engine."""
 _ENGINES = ("vllm", "sglang", "")
 _SERVER = "check the server that it forwards to: ragorder doctor with the URL that `ragorder serve` has as --upstream"
 _OTHER = {
@@ -33,6 +35,10 @@ _OTHER = {
     "capacity": "give the orderer the size of the server's cache (RAGORDER_CAPACITY_TOKENS, RAGORDER_BLOCK_SIZE)",
     "cached tokens": "if the server can report usage.prompt_tokens_details.cached_tokens, let it",
     "KV events": "leave them out: vLLM and SGLang publish them",
+}
+_OWN_ENGINE = {
+    "capacity": "ragorder's own engine has it from its settings",
+    "KV events": "ragorder's own engine needs none",
 }
 _PROMPT_TOKENS = 2000
 _FEWEST_PROMPTS = 8
@@ -59,8 +65,6 @@ _ASK_AGAIN = "see the server's log; --model names another model, --timeout allow
 
 @dataclass(frozen=True, slots=True)
 class _Echo:
-    """Reports on one prompt sent several times."""
-
     prompt_tokens: int
     cached_tokens: list[int | None]
 
@@ -83,14 +87,14 @@ def examine(
     document_marker: str | None = None,
     timeout_s: float = 30.0,
 ) -> list[Finding]:
-    """Examine the server at `base_url` and, if given, its KV events and two sample prompts.
+    """Examine a server and, if given, its KV events and two sample prompts.
 
         for finding in examine("http://host:8000"):
             print(finding.verdict, finding.check, finding.found)
 
     `document_marker`: the text that begins the documents in a prompt (default: guessed). Findings quote at most 40
-    characters of each prompt, at their first difference. Raises ServerError for an unreachable server or a refused key,
-    ImportError without ragorder[live].
+    characters of each prompt. Raises ServerError for an unreachable server or a refused key, ImportError without
+    ragorder[live].
     """
     with Server(base_url, timeout_s=timeout_s, api_key=api_key) as server:
         name, longest, kind, served = _check_server(server, model)
@@ -115,7 +119,7 @@ def examine(
             findings += _check_build(server.root, api_key, timeout_s)
         if samples is not None:
             findings += check_samples(server, name, samples, block_size, document_marker)
-    return for_kind(kind, findings)
+    return findings if kind == "engine" else [_fitting(kind, finding) for finding in findings]
 
 
 def _check_server(server: Server, model: str | None) -> tuple[str | None, int, Kind, Finding]:
@@ -132,13 +136,9 @@ def _check_server(server: Server, model: str | None) -> tuple[str | None, int, K
     names = ", ".join(printable(each) for each in list(listed)[:8])
     if name not in listed:
         advice = f"give one of those with --model, or start the server with --served-model-name {printable(name)}"
-        return (
-            name,
-            _LONGEST_PROMPT,
-            kind,
-            Finding("server", "bad", f"{server.root} does not serve {name!r}, but {names}", advice),
-        )
-    longest = count_of(listed[name], "max_model_len") or _LONGEST_PROMPT
+        found = f"{server.root} does not serve {name!r}, but {names}"
+        return name, _LONGEST_PROMPT, kind, Finding("server", "bad", found, advice)
+    longest = reported_count(listed[name].get("max_model_len")) or _LONGEST_PROMPT
     found = f"{server.root} serves {names}"
     if model is None and len(listed) > 1:
         found += "; asked for the first, --model takes another"
@@ -199,9 +199,9 @@ def _send_again_and_again(server: Server, model: str | None, tokens: int, engine
     # With more requests than engines, two reach the same engine.
     for _ in range(engines + 1):
         usage, _exact = send(server, model, token_ids)
-        prompt_tokens = count_of(usage, "prompt_tokens") or tokens
-        cached_tokens.append(count_of(usage.get("prompt_tokens_details"), "cached_tokens"))
-        if cached_tokens[-1]:
+        prompt_tokens = usage.prompt_tokens or tokens
+        cached_tokens.append(usage.cached_tokens)
+        if usage.cached_tokens:
             break
     return _Echo(prompt_tokens, cached_tokens)
 
@@ -247,12 +247,6 @@ def kind_of(server: Server, models: Iterable[dict[str, Any]]) -> Kind:
     return "proxy"
 
 
-def for_kind(kind: Kind, findings: list[Finding]) -> list[Finding]:
-    if kind == "engine":
-        return findings
-    return [_fitting(kind, finding) for finding in findings]
-
-
 def _fitting(kind: Kind, finding: Finding) -> Finding:
     check = finding.check
     if kind == "proxy":
@@ -261,12 +255,8 @@ def _fitting(kind: Kind, finding: Finding) -> Finding:
         if check == "capacity":
             return replace(finding, found="this is ragorder serve, whose /metrics are its own", advice=_SERVER)
         return replace(finding, advice=_SERVER) if finding.advice and check in _OTHER else finding
-    if kind == "embedded" and finding.verdict == "unknown" and check in ("capacity", "KV events"):
-        found = {
-            "capacity": "ragorder's own engine has it from its settings",
-            "KV events": "ragorder's own engine needs none",
-        }
-        return replace(finding, verdict="good", found=found[check], advice="")
+    if kind == "embedded" and finding.verdict == "unknown" and check in _OWN_ENGINE:
+        return replace(finding, verdict="good", found=_OWN_ENGINE[check], advice="")
     if not finding.advice or check not in _OTHER:
         return finding
     known = "the server does not publish its cache size" if check == "capacity" else finding.found
@@ -279,8 +269,8 @@ def random_tokens(count: int) -> list[int]:
 
 def send(
     server: Server, model: str | None, token_ids: list[int], headers: Mapping[str, str] | None = None
-) -> tuple[dict[str, Any], bool]:
-    """Return the answer's usage, and whether the prompt was sent as token ids. Raises ServerError."""
+) -> tuple[ReportedUsage, bool]:
+    """Return the answer's usage, and whether the server took token ids. Raises ServerError."""
     if model is None:
         raise ServerError(f"{server.root} got no test request, because it lists no model: give --model")
     text = " ".join(map(str, token_ids))
@@ -298,22 +288,11 @@ def send(
                 raise
             refusals.append(error)
             continue
-        usage = answer.get("usage") if isinstance(answer, dict) else None
-        return usage if isinstance(usage, dict) else {}, prompt.get("prompt") is token_ids
+        return read_usage(member(answer, "usage")), prompt.get("prompt") is token_ids
     raise refusals[0]
 
 
-def probe_topic(server: Server, model: str | None, header: str, *, tokens: int = _PROBE_TOKENS) -> list[int | None]:
+def probe_topic(server: Server, model: str | None, header: str) -> list[int | None]:
     """Return the cached tokens of each repetition of a prompt with the same topic."""
-    topic = {header: secrets.token_hex(16)}
-    token_ids = random_tokens(tokens)
-    found = []
-    for _ in range(_REPEATS + 1):
-        usage, _exact = send(server, model, token_ids, topic)
-        found.append(count_of(usage.get("prompt_tokens_details"), "cached_tokens"))
-    return found[1:]
-
-
-def count_of(value: object, name: str) -> int | None:
-    found = value.get(name) if isinstance(value, dict) else None
-    return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else None
+    topic, token_ids = {header: secrets.token_hex(16)}, random_tokens(_PROBE_TOKENS)
+    return [send(server, model, token_ids, topic)[0].cached_tokens for _ in range(_REPEATS + 1)][1:]

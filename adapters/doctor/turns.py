@@ -28,7 +28,7 @@ class Turn:
 
     @property
     def changed(self) -> int | None:
-        """Index of the first message of `before` that was changed or dropped, or None."""
+        """First message of `before` that was changed or dropped, or None."""
         pairs = zip(self.before.messages, self.request.messages, strict=False)
         changed = next((place for place, (old, new) in enumerate(pairs) if old != new), None)
         if changed is None and len(self.request.messages) < len(self.before.messages):
@@ -37,9 +37,9 @@ class Turn:
 
 
 def later_turns(requests: Sequence[LoggedRequest]) -> list[Turn]:
-    """Return requests whose turn before is in the log: with the same messages before the last answer, or else the
-    last one whose question contains, or is part of, the question before that answer. A short question must follow
-    the same answer, or be asked once."""
+    """Find requests whose turn before is in the log: the one with the same messages before the last answer, or else the
+    last whose question contains, or is part of, that before the answer. A short question must follow the same answer,
+    or be asked once."""
     sent: dict[tuple[tuple[str, str], tuple[Message, ...]], LoggedRequest] = {}
     asked = _Asked(requests)
     found = []
@@ -59,9 +59,8 @@ _Key = tuple[tuple[str, str], str, str]
 
 
 class _Asked:
-    """Requests by their questions. `requests` are all of the log."""
-
     def __init__(self, requests: Sequence[LoggedRequest]) -> None:
+        """Take all requests of the log, to know which short questions are ambiguous."""
         self._long: dict[tuple[tuple[str, str], str], LoggedRequest] = {}
         self._short: dict[_Key, LoggedRequest] = {}
         asking: defaultdict[_Key, set[tuple[Message, ...]]] = defaultdict(set)
@@ -79,8 +78,11 @@ class _Asked:
         if len(question) < _LONG:
             key = (request.scope, _last_answer(earlier), question)
             return None if key in self._ambiguous else self._short.get(key)
-        candidates = (self._long.get((request.scope, key)) for key in _keys(question))
-        return next((each for each in candidates if each is not None and _is_asked(question, each)), None)
+        for piece in _keys(question):
+            before = self._long.get((request.scope, piece))
+            if before is not None and (question in (theirs := _question(before.messages)) or theirs in question):
+                return before
+        return None
 
 
 def _short_keys(request: LoggedRequest) -> list[_Key]:
@@ -88,17 +90,12 @@ def _short_keys(request: LoggedRequest) -> list[_Key]:
     return [(request.scope, answer, piece) for piece in _pieces(_question(request.messages))]
 
 
-def _is_asked(question: str, before: LoggedRequest) -> bool:
-    theirs = _question(before.messages)
-    return question in theirs or theirs in question
-
-
 def _question(messages: Sequence[Message]) -> str:
     return next((each.text.strip() for each in reversed(messages) if each.role in _ASKS), "")
 
 
 def _last_answer(messages: Sequence[Message]) -> str:
-    """Return the end of the answer before the question, or an empty text."""
+    """Return the end of the answer before the question."""
     return next((each.text[-_REACH:] for each in reversed(messages) if each.role == "assistant"), "")
 
 
@@ -113,7 +110,7 @@ def _keys(question: str) -> Iterator[str]:
 
 
 def _pieces(question: str) -> set[str]:
-    """Return the short texts of a message that may be its question: its first and last lines, or their ends."""
+    """Return short texts that may be the message's question: its first and last lines, or their ends."""
     found = {question}
     for part in (question[:_REACH], question[-_REACH:]):
         starts = [match.end() for match in _BEGINS.finditer(part)]

@@ -19,7 +19,7 @@ from langchain_core.messages import (
     ToolMessage,
 )
 
-from ragorder.adapters.langchain.payloads import message_usage, written_tokens
+from ragorder.adapters.langchain.payloads import is_other, message_usage, text_of, written_tokens
 from ragorder.adapters.turns import FrameworkTurns, NextTurn, off_loop, plain_message
 from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
@@ -36,14 +36,14 @@ _ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class DocumentsInside:
-    """Numbers of documents in the `order` of a text, and the text's `pieces` around them."""
+    """The `order` of documents in a text, by number, and the text's `pieces` around them."""
 
     order: tuple[int, ...]
     pieces: tuple[str, ...]
 
     @classmethod
     def find(cls, text: str, documents: Sequence[str]) -> Self | None:
-        """Return None unless each document is there whole, without overlaps."""
+        """Return None unless the text has each document whole, without overlaps."""
         taken: list[tuple[int, int, int]] = []
         # A short one may be a part of a longer one.
         for number in sorted(range(len(documents)), key=lambda number: -len(documents[number])):
@@ -67,7 +67,7 @@ class DocumentsInside:
         return any(map(_WORD.search, self.pieces))
 
     def fill(self, shown: Sequence[str]) -> str:
-        """Return the text with `shown` instead of the documents and the white space after each."""
+        """Replace the documents, with the white space after each, by `shown`."""
         rest = (each + (piece if piece.strip() else "") for each, piece in zip(shown, self.pieces[1:], strict=True))
         return self.pieces[0] + "".join(rest)
 
@@ -81,24 +81,15 @@ def read_message(message: BaseMessage) -> dict[str, Any]:
 
 
 def artifact_documents(message: ToolMessage) -> Sequence[Document]:
-    """Return the documents of a tool with response_format="content_and_artifact", such as `create_retriever_tool`
-    makes."""
+    """Return the documents of a tool with response_format="content_and_artifact"."""
     artifact = message.artifact if isinstance(message.artifact, list) else []
     found = [each if isinstance(each, Document) else _loaded(each) for each in artifact]
     return [each for each in found if each is not None] if None not in found else []
 
 
-def text_of(message: BaseMessage) -> str:
-    content = message.content
-    parts = [content] if isinstance(content, str) else content
-    texts = (part if isinstance(part, str) else part.get("text") for part in parts if not _is_other(part))
-    return "\n".join(text for text in texts if isinstance(text, str))
-
-
 @dataclass(slots=True, eq=False)
 class Prepared:
-    """The `messages` to send, and the `changed` ones that the application stores under the same ids. `turn` belongs to
-    the last message."""
+    """The `messages` to send, and those `changed`, which the application stores under the same ids."""
 
     messages: list[BaseMessage]
     turn: NextTurn[Document]
@@ -107,8 +98,7 @@ class Prepared:
 
 
 class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
-    """`FrameworkTurns` of LangChain. `found` returns the documents of a tool's result; with `parts` contents consist of
-    parts."""
+    """`found` returns the documents of a tool's result; with `parts` contents keep their parts."""
 
     def __init__(
         self,
@@ -128,9 +118,9 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
     def prepare(
         self, messages: Sequence[BaseMessage], documents: Sequence[Document] | None, *request: Any, sent_before: int = 0
     ) -> Prepared:
-        """Prepare the messages of a request. Never raises.
+        """Prepare a request's messages. Never raises.
 
-        Messages after the last answer, and after the first `sent_before`, are new: the question gets the `documents`
+        Those after the last answer, and after the first `sent_before`, are new: the question gets the `documents`
         (None: unchanged), and with `repeat="name"` tool results name documents of earlier messages.
         """
         sent = list(messages)
@@ -155,7 +145,8 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
                     sent[place], turn = self._named_inside(message, found, inside, turn), None
                     changed += [sent[place]] if sent[place] is not message else []
             if turn is not None:
-                sent[place] = message.model_copy(update={"content": self._content(message, turn)})
+                content = _beside_others(message, turn.content if self._parts else turn.text)
+                sent[place] = message.model_copy(update={"content": content})
                 changed.append(sent[place])
                 sources += turn.sources
         return Prepared(sent, self.follow(sent, *request) if turn is None else turn, changed, sources)
@@ -203,9 +194,6 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
             return message
         return message.model_copy(update={"content": _beside_others(message, inside.fill(shown))})
 
-    def _content(self, message: BaseMessage, turn: NextTurn[Document]) -> Any:
-        return _beside_others(message, turn.content if self._parts else turn.text)
-
     def _documents_of(self, message: ToolMessage) -> Sequence[Document]:
         if self.repeat == "send":
             return ()
@@ -217,7 +205,7 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
 
 
 def _beside_others(message: BaseMessage, content: Any) -> Any:
-    others = [] if isinstance(message.content, str) else [part for part in message.content if _is_other(part)]
+    others = [] if isinstance(message.content, str) else [part for part in message.content if is_other(part)]
     if not others:
         return content
     return [*([{"type": "text", "text": content}] if isinstance(content, str) else content), *others]
@@ -227,10 +215,6 @@ def _texts_in(content: Any) -> list[Any]:
     if not isinstance(content, list):
         return [content]
     return [part.get("text") if isinstance(part, Mapping) else part for part in content]
-
-
-def _is_other(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type", "text") != "text"
 
 
 def _loaded(artifact: Any) -> Document | None:

@@ -15,7 +15,6 @@ from langchain_core.outputs import LLMResult
 
 from ragorder.adapters.langchain.payloads import is_token, prompt_text, response_usage
 from ragorder.adapters.langchain.runs import Runs
-from ragorder.adapters.reorder import degrade
 from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
 
@@ -31,8 +30,7 @@ _STREAMED_SILENTLY = (
 
 
 class FeedbackHandler(BaseCallbackHandler):
-    """Callback handler that reports the outcome of each ordering, and the engine's cached tokens, to the orderer.
-    Thread-safe.
+    """Callback handler that reports each ordering's outcome and the engine's cached tokens to the orderer. Thread-safe.
 
         chain.invoke(question, config={"callbacks": [FeedbackHandler()]})  # the outermost call
 
@@ -42,7 +40,7 @@ class FeedbackHandler(BaseCallbackHandler):
     - A stream that ends early after its first token counts as served, without numbers.
     - Streams need `ChatOpenAI(stream_usage=True)` to report usage; without it the orderer is degraded.
 
-    Raises nothing into the chain; keeps and logs nothing of a prompt. Follows at most `max_runs` runs.
+    Never raises; keeps and logs nothing of a prompt. Follows at most `max_runs` runs.
     """
 
     # Inline: an event takes microseconds. A coroutine would cost a synchronous chain an event loop for each token, an
@@ -106,7 +104,7 @@ class FeedbackHandler(BaseCallbackHandler):
     def expect(
         self, run_id: UUID, ordering: Ordering[Any], texts: Sequence[str], streamed_silently: Callable[[], object]
     ) -> bool:
-        """Follow an ordering to its outcome. `streamed_silently` is called for a streamed answer without usage."""
+        """Follow an ordering. `streamed_silently` is called for a streamed answer without usage."""
         return bool(self._handle(self._runs.expect, run_id, ordering, texts, streamed_silently))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -129,7 +127,7 @@ class FeedbackHandler(BaseCallbackHandler):
 
 def hand_over(ordering: Ordering[Any], texts: Sequence[str], run_manager: Any, orderer: OrdererLike) -> None:
     """Give an ordering to the run's handler; without one it counts as served."""
-    silently = partial(degrade, orderer, _STREAMED_SILENTLY)
+    silently = partial(orderer.degrade, _STREAMED_SILENTLY)
     if not any(handler.expect(run_manager.run_id, ordering, texts, silently) for handler in _handlers(run_manager)):
         ordering.confirm()
 

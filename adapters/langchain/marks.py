@@ -15,7 +15,7 @@ Marks = bool | Literal["anthropic", "bedrock", "openai"]
 
 
 def checked_marks(marks: Marks) -> str:
-    """Return the form of breakpoints, "" for none. Raises ValueError."""
+    """Return the breakpoints' form, "" for none. Raises ValueError."""
     if marks is True or marks is False:
         return "anthropic" if marks else ""
     if marks not in ("anthropic", "bedrock", "openai"):
@@ -64,8 +64,8 @@ def content_parts(
     mark_key: str | None = None,
     show: Callable[[Document], str] = _text,
 ) -> list[dict[str, Any]]:
-    """Return the content of a HumanMessage: a part for each document, by `show`, then the question. With the `mark_key`
-    of `CacheOrderRetriever`, its breakpoints become cache_control (Anthropic, Bedrock).
+    """Return a HumanMessage's content: a part for each document, by `show`, then the question. Breakpoints that a
+    `CacheOrderRetriever` has set under `mark_key` become cache_control (Anthropic, Bedrock).
 
         documents = CacheOrderRetriever(retriever=retriever, orderer=orderer, mark_key="mark").invoke(question)
         model.invoke([HumanMessage(content_parts(documents, question, mark_key="mark"))])

@@ -20,8 +20,9 @@ except ImportError as error:
         f"ragorder.adapters.langchain.middleware needs langchain 1.x: {install_hint('langchain')} 'langchain>=1,<2'"
     ) from error
 
-from ragorder.adapters.langchain.conversation import LangChainTurns, Prepared, artifact_documents, text_of
+from ragorder.adapters.langchain.conversation import LangChainTurns, Prepared, artifact_documents
 from ragorder.adapters.langchain.marks import Marks, checked_marks, marked
+from ragorder.adapters.langchain.payloads import text_of
 from ragorder.adapters.reorder import ScopeOf
 from ragorder.adapters.turns import Label
 from ragorder.conversation import REFERENCE, Repeat
@@ -32,22 +33,22 @@ __all__ = ["CacheOrderMiddleware"]
 
 
 class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
-    """Middleware of an agent, last in its list. It never changes messages of an earlier model call. Thread-safe.
+    """Last middleware of an agent. It never changes messages of an earlier model call. Thread-safe.
 
         agent = create_agent(model, [search], middleware=[CacheOrderMiddleware(orderer, repeat="name")])
 
     - `retriever`: documents for each user question, placed after the history and before the question.
-    - `repeat="name"`: a tool's documents that earlier messages have are named instead of sent again: its message, if it
-      has all of its documents whole, is rewritten before its first use and in the agent's state. By default all results
-      stay as the tools wrote them.
+    - `repeat="name"`: a tool's documents that earlier messages have are named instead of sent again: a message with all
+      of its documents whole is rewritten before its first use and in the agent's state. By default all results stay as
+      the tools wrote them.
     - `documents`: the documents of a tool's message (default: its artifact, as `create_retriever_tool(…,
       response_format="content_and_artifact")` makes it).
     - `builder`: writes documents. Give it the agent's system prompt, whose length counts.
     - `scope`: the tenant, or a function of the ModelRequest.
     - `reference`, `label`, `marks`: as for `CacheOrderTurn`; breakpoints are not in the agent's state.
 
-    Errors in these functions are counted and leave messages unchanged, or documents in retrieval order; the retriever's
-    are raised. Raises TypeError, ValueError.
+    Errors in these functions, except the retriever's, are counted and leave messages unchanged, or documents in
+    retrieval order. Raises TypeError, ValueError.
     """
 
     def __init__(

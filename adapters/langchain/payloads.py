@@ -1,9 +1,9 @@
-"""Prompt texts, answer tokens and usage in LangChain's callbacks."""
+"""Texts, answer tokens and usage in LangChain's messages and callbacks."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from langchain_core.messages import BaseMessage
@@ -16,14 +16,19 @@ _WRITTEN_FOR = re.compile(r"ephemeral_\w+_input_tokens")
 
 
 def prompt_text(messages: Sequence[BaseMessage]) -> str:
-    return "\n".join(map(_text, messages))
+    return "\n".join(map(text_of, messages))
 
 
-def _text(message: BaseMessage) -> str:
+def text_of(message: BaseMessage) -> str:
     # `message.text` is an attribute, a method, or missing, depending on LangChain's version.
     parts = [message.content] if isinstance(message.content, str) else message.content
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in parts]
-    return "".join(text for text in texts if isinstance(text, str))
+    texts = (part if isinstance(part, str) else part.get("text") for part in parts if not is_other(part))
+    return "\n".join(text for text in texts if isinstance(text, str))
+
+
+def is_other(part: Any) -> bool:
+    """Return whether a part of a message's content is no text."""
+    return isinstance(part, Mapping) and part.get("type", "text") != "text"
 
 
 def is_token(token: Any, chunk: Any) -> bool:
@@ -41,21 +46,17 @@ def response_usage(response: LLMResult, alone: bool) -> ReportedUsage | None:
     """Return None if LangChain's own cache answered. Batch sums count only for a call `alone`."""
     generation = next(iter(response.generations[0] if response.generations else ()), None)
     places = getattr(generation, "generation_info", None), response.llm_output if alone else None
-    return _usage(getattr(generation, "message", None), *places)
-
-
-def message_usage(message: BaseMessage) -> ReportedUsage | None:
-    return _usage(message)
+    return message_usage(getattr(generation, "message", None), *places)
 
 
 def written_tokens(message: BaseMessage) -> int | None:
-    """Return the tokens written into a cloud's cache: the sum over TTLs, or the total."""
+    """Return the tokens written into a cloud's cache, of all TTLs."""
     details = member(getattr(message, "usage_metadata", None), "input_token_details")
     counts = [details[name] for name in details or () if name in _WRITTEN or _WRITTEN_FOR.fullmatch(name)]
     return sum(counts) if counts and all(type(count) is int for count in counts) else None
 
 
-def _usage(message: Any, *places: Any) -> ReportedUsage | None:
+def message_usage(message: Any, *places: Any) -> ReportedUsage | None:
     own = member(message, "usage_metadata")
     if own is not None and member(own, "total_cost") == 0:
         return None

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 
 from ragorder.adapters.langchain.feedback import abandon, hand_over
 from ragorder.adapters.marks import marked_documents
-from ragorder.adapters.reorder import Reorder, degrade
+from ragorder.adapters.reorder import Reorder
 from ragorder.orderer import Orderer, OrdererLike
 from ragorder.ordering import Ordering
 
@@ -38,7 +38,7 @@ _PART = re.compile(r"retriever_\d+")
 
 
 class CacheOrderModel(BaseModel):
-    """Common fields. A copy, deep or pickled, has a new orderer with the same settings."""
+    """Common fields. A deep or pickled copy has a new orderer with the same settings."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -100,7 +100,7 @@ class CacheOrderModel(BaseModel):
         try:
             return frozenset(marked_documents(ordering))
         except Exception as error:
-            degrade(self.orderer, f"no cache breakpoints were set: choosing them failed with {type(error).__name__}")
+            self.orderer.degrade(f"no cache breakpoints were set: choosing them failed with {type(error).__name__}")
             return frozenset()
 
 
@@ -110,7 +110,7 @@ class CacheOrderTransformer(
     BaseDocumentTransformer,
     RunnableSerializable[Sequence[Document], list[Document]],
 ):
-    """Chain step that orders documents, also as a compressor. Thread-safe.
+    """Chain step or compressor that orders documents. Thread-safe.
 
         chain = retriever | CacheOrderTransformer(orderer) | join_texts
 
@@ -157,16 +157,16 @@ class CacheOrderRetriever(CacheOrderModel, BaseRetriever):
         retriever = CacheOrderRetriever(retriever=store.as_retriever(), orderer=orderer, k=5)
 
     `retriever` is a BaseRetriever or any Runnable from a question to documents. Wrap the outermost one: inside another
-    this class orders nothing and degrades its orderer. A chain with a mapping as input becomes `retriever |
+    this class orders nothing and degrades its orderer. A chain that takes a mapping becomes `retriever |
     CacheOrderTransformer(…)`.
 
     - `k`: the most documents; `invoke(question, k=3)` passes k on.
     - `key`: a document's identity besides its text (default: its id). Not its source, which chunks share.
-    - `tokens`: a document's length in the prompt.
+    - `tokens`: its length in the prompt.
     - `scope`: the tenant, or a function of the run's metadata. A string is the `cache_salt`.
-    - `rank_key`: return copies with the retrieval rank, from 0, as metadata[rank_key]["rank"]: not for the prompt.
-    - `mark_key`: return copies with metadata[mark_key] where a cache breakpoint follows (Anthropic, Bedrock), for
-      `content_parts`; the orderer then takes `feedback=False`.
+    - `rank_key`: copies have the retrieval rank, from 0, as metadata[rank_key]["rank"]: not for the prompt.
+    - `mark_key`: copies before a cache breakpoint (Anthropic, Bedrock) have metadata[mark_key], for `content_parts`;
+      the orderer then takes `feedback=False`.
 
     Errors in these functions are counted and leave retrieval order. Orderings count as served at once without a
     `FeedbackHandler`.
@@ -187,41 +187,43 @@ class CacheOrderRetriever(CacheOrderModel, BaseRetriever):
 
     def invoke(self, input: str, config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
         if _inside_another(config):
-            degrade(self.orderer, _INSIDE)
-            k = kwargs.pop("k", None)
-            return self.retriever.invoke(input, config, **kwargs, **self._limit(k))[: self.k if k is None else k]
+            self.orderer.degrade(_INSIDE)
+            most, options = self._limited(kwargs)
+            return self.retriever.invoke(input, config, **options)[:most]
         with _configured(config):
             return super().invoke(input, config, **kwargs)
 
     async def ainvoke(self, input: str, config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
         if _inside_another(config):
-            degrade(self.orderer, _INSIDE)
-            k = kwargs.pop("k", None)
-            documents = await self.retriever.ainvoke(input, config, **kwargs, **self._limit(k))
-            return documents[: self.k if k is None else k]
+            self.orderer.degrade(_INSIDE)
+            most, options = self._limited(kwargs)
+            return (await self.retriever.ainvoke(input, config, **options))[:most]
         with _configured(config):
             return await super().ainvoke(input, config, **kwargs)
 
     def _get_relevant_documents(
-        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None, **kwargs: Any
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        kwargs |= self._limit(k)
+        most, options = self._limited(kwargs)
         with _followed(run_manager):
-            documents = self.retriever.invoke(query, config={"callbacks": run_manager.get_child()}, **kwargs)
-        return self.put_in_order(documents[: self.k if k is None else k], run_manager)
+            documents = self.retriever.invoke(query, config={"callbacks": run_manager.get_child()}, **options)
+        return self.put_in_order(documents[:most], run_manager)
 
     async def _aget_relevant_documents(
-        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None, **kwargs: Any
+        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        kwargs |= self._limit(k)
+        most, options = self._limited(kwargs)
         with _followed(run_manager):
-            documents = await self.retriever.ainvoke(query, config={"callbacks": run_manager.get_child()}, **kwargs)
-        return self.put_in_order(documents[: self.k if k is None else k], run_manager)
+            documents = await self.retriever.ainvoke(query, config={"callbacks": run_manager.get_child()}, **options)
+        return self.put_in_order(documents[:most], run_manager)
 
-    def _limit(self, k: int | None) -> dict[str, Any]:
-        if k is not None and k < 0:
+    def _limited(self, options: dict[str, Any]) -> tuple[int | None, dict[str, Any]]:
+        k = options.pop("k", None)
+        if k is None:
+            return self.k, options
+        if k < 0:
             raise ValueError(f"k is {k}: give 0 or more")
-        return {} if k is None or not _takes_k(self.retriever) else {"k": k}
+        return k, options | ({"k": k} if _takes_k(self.retriever) else {})
 
 
 def _inside_another(config: RunnableConfig | None) -> bool:

@@ -23,8 +23,8 @@ _NO_NUMBERS = ReportedUsage()
 
 @dataclass(eq=False, slots=True)
 class _LLMCall:
-    """`claimed`: orderings whose documents are in the call's prompt, in prompt order; without any, `unclaimed` are all
-    pending orderings. `alone`: not part of a batch."""
+    """`claimed`: orderings whose documents the prompt has, in its order; without any, `unclaimed` are all pending
+    ones. `alone`: not part of a batch."""
 
     number: int
     path: Path
@@ -36,8 +36,8 @@ class _LLMCall:
 
 @dataclass(eq=False, slots=True)
 class _PendingOrdering:
-    """`calls`: claiming calls in progress; `answer`: number and usage of a finished one; `others`: at most two served
-    calls without any ordering's documents."""
+    """`calls`: claiming calls in progress; `answer`: number and usage of a finished one; `others`: the same of at most
+    two served calls without any ordering's documents."""
 
     ordering: Ordering[Any]
     texts: Sequence[str]
@@ -66,8 +66,8 @@ def _in_turn(method: Callable[Concatenate[Runs, P], None]) -> Callable[Concatena
 
 
 class Runs:
-    """Open runs, at most `limit`; each ordering is finished with the outcome of its LLM call. Thread-safe without
-    waiting for locks: events may come from finalisers."""
+    """At most `limit` open runs; each ordering is finished with its LLM call's outcome. Thread-safe without waiting for
+    locks: events may come from finalisers."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -123,7 +123,7 @@ class Runs:
 
     @_in_turn
     def answered(self, run: UUID, read: Callable[[bool], ReportedUsage | None]) -> None:
-        """`read` maps whether the call was alone to its usage, None if no engine answered."""
+        """`read`: from whether the call was alone to its usage (None: no engine answered)."""
         root = self.roots.get(run)
         if root is None or run not in root.calls:
             return
@@ -143,8 +143,8 @@ class Runs:
         self._close(run, failed)
 
     def _one_by_one(self, call: Callable[[], object]) -> None:
-        """Run a call after those before it, in the thread of a running one. A lock would not do: a finaliser may run
-        in the middle of a call, in the thread that holds it."""
+        """Run a call after those before it, in the thread of a running one. A lock would deadlock: a finaliser may
+        interrupt a call in the thread that holds it."""
         self._calls.append(call)
         failure: Exception | None = None
         # Checked again after the release: calls that arrived meanwhile were left to this thread.
@@ -203,7 +203,7 @@ class Runs:
                 waiting.others.append((call.number, usage))
 
     def _conclude(self, root: _OutermostRun, waiting: _PendingOrdering, failed: bool, sole: dict[int, int]) -> None:
-        """`sole`: the number of orderings for which a call is the only candidate, by call."""
+        """`sole`: by call, the number of orderings for which it is the only candidate."""
         root.waiting.remove(waiting)
         self.waiting -= 1
         usage: ReportedUsage | None = _NO_NUMBERS
@@ -257,4 +257,4 @@ def _finish_ordering(ordering: Ordering[Any], usage: ReportedUsage | None) -> No
     if usage is None:
         ordering.discard()
     else:
-        ordering.confirm(usage.cached_tokens, usage.total_tokens, prompt_tokens=usage.prompt_tokens)
+        usage.confirm(ordering)

@@ -31,27 +31,27 @@ from ragorder.prompt import PromptBuilder
 
 @dataclass(slots=True, eq=False)
 class _Asked:
+    """`stored`: messages for the application to store; `arguments`: the model's, for its breakpoints."""
+
     request: Prepared
     messages: list[BaseMessage]
     stored: list[BaseMessage]
-    """Messages that the application stores."""
     arguments: dict[str, Any]
-    """Arguments of the model, for its breakpoints."""
 
 
 class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
-    """Next turn of a conversation: its documents follow the history, which is sent unchanged. Thread-safe.
+    """Next turn of a conversation: documents follow the unchanged history. Thread-safe.
 
         found = create_history_aware_retriever(llm, retriever, rephrase)
         chain = RunnablePassthrough.assign(context=found) | CacheOrderTurn(llm, orderer, builder=builder)
         result = chain.invoke({"input": question, "chat_history": history})
         history += result["messages"]
 
-    The input has `context`, the documents as retrieved, and either `input` and `chat_history`, or `messages` that end
-    with the question (a LangGraph node). The result has `messages`, to be stored unchanged; `answer`, the last of them;
-    and `sources`, the documents.
+    The input has `context`, the retrieved documents, and either `input` and `chat_history`, or `messages` that end with
+    the question (a LangGraph node). The result has `messages`, to be stored unchanged; `answer`, the last of them; and
+    `sources`, the documents.
 
-    - `model`: a chat model. Its usage reports cached tokens, without a `FeedbackHandler`.
+    - `model`: a chat model, whose usage reports cached tokens without a `FeedbackHandler`.
     - `builder`: writes the prompt. Its system prompt comes first, if the history has none.
     - `repeat`, `reference`: as for `PromptBuilder.turn`.
     - `label`: the label that cites and names a Document (default: `number_label` of its text).
@@ -87,7 +87,7 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
         return self._turns.label(document)
 
     def questions(self, messages: Sequence[BaseMessage]) -> list[BaseMessage]:
-        """Return a history without its documents, for the prompt that rephrases a question."""
+        """Return a history without documents, for the prompt that rephrases a question."""
         return self._turns.questions(messages)
 
     def invoke(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> dict[str, Any]:
@@ -168,41 +168,33 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
         return {"messages": [*asked.stored, answer], "sources": asked.request.sources}
 
     def _ask(self, input: Mapping[str, Any]) -> _Asked:
-        history, question = _read(input)
-        sent_before = len(history) if question else 0
-        prepared = self._turns.prepare([*history, *question], _documents(input), input, sent_before=sent_before)
-        return self._asked(history, question, prepared)
+        messages, sent_before = _read(input)
+        request = self._turns.prepare(messages, list(input.get("context") or ()), input, sent_before=sent_before or 0)
+        return self._asked(request, sent_before)
 
     async def _aask(self, input: Mapping[str, Any]) -> _Asked:
-        history, question = _read(input)
-        given, sent_before = [*history, *question], len(history) if question else 0
-        prepared = await self._turns.aprepare(given, _documents(input), input, sent_before=sent_before)
-        return self._asked(history, question, prepared)
-
-    def _asked(self, history: list[BaseMessage], question: list[BaseMessage], request: Prepared) -> _Asked:
-        stored = request.messages[len(history) :] if question else request.changed
-        messages, arguments = marked(
-            [*self._front([*history, *question]), *request.messages], request.turn, self._marks
+        messages, sent_before = _read(input)
+        documents = list(input.get("context") or ())
+        return self._asked(
+            await self._turns.aprepare(messages, documents, input, sent_before=sent_before or 0), sent_before
         )
+
+    def _asked(self, request: Prepared, sent_before: int | None) -> _Asked:
+        sent, system = request.messages, self._turns.system
+        stored = request.changed if sent_before is None else sent[sent_before:]
+        front = [SystemMessage(system)] if system and not (sent and isinstance(sent[0], SystemMessage)) else []
+        messages, arguments = marked([*front, *sent], request.turn, self._marks)
         return _Asked(request, messages, stored, arguments)
 
-    def _front(self, messages: Sequence[BaseMessage]) -> list[BaseMessage]:
-        has_one = bool(messages) and isinstance(messages[0], SystemMessage)
-        return [SystemMessage(self._turns.system)] if self._turns.system and not has_one else []
 
-
-def _read(input: Mapping[str, Any]) -> tuple[list[BaseMessage], list[BaseMessage]]:
+def _read(input: Mapping[str, Any]) -> tuple[list[BaseMessage], int | None]:
+    """Return the messages, and the length of the history if it is apart."""
     if "messages" in input:
-        return convert_to_messages(input["messages"]), []
+        return convert_to_messages(input["messages"]), None
     question = input["input"]
-    asked: list[BaseMessage] = (
-        [HumanMessage(question)] if isinstance(question, str) else convert_to_messages([question])
-    )
-    return convert_to_messages(input.get("chat_history") or []), asked
-
-
-def _documents(input: Mapping[str, Any]) -> list[Document]:
-    return list(input.get("context") or ())
+    history = convert_to_messages(input.get("chat_history") or [])
+    asked = HumanMessage(question) if isinstance(question, str) else convert_to_messages([question])[0]
+    return [*history, asked], len(history)
 
 
 def _computed(chunk: Any) -> bool:

@@ -51,8 +51,8 @@ async def _awaited(memory: BaseMemory, name: str, *arguments: Any, **options: An
 
 
 class CacheOrderChatEngine(BaseChatEngine):
-    """Chat engine that places nodes after the history, instead of `ContextChatEngine`, or with `condense` of
-    `CondensePlusContextChatEngine`. One conversation, as its memory.
+    """Chat engine with nodes after the history, instead of `ContextChatEngine`, or with `condense` of
+    `CondensePlusContextChatEngine`. It serves one conversation.
 
         engine = CacheOrderChatEngine(index.as_retriever(), orderer, builder=PromptBuilder("Answer briefly."))
         response = engine.chat("When are orders shipped?")
@@ -61,7 +61,7 @@ class CacheOrderChatEngine(BaseChatEngine):
     The memory stores each answered question with its nodes, as sent; a failed turn does not change it. `source_nodes`
     are the sent nodes, in prompt order, then those only named because earlier messages have them.
 
-    - `llm`: a chat model. A `FeedbackHandler` is not needed.
+    - `llm`: a chat model, without a `FeedbackHandler`.
     - `memory`: each truncation of the history costs its reuse.
     - `builder`: writes the prompt, with the system prompt.
     - `condense`: search by a question that the model rephrases from the history, by `condense_prompt`.
@@ -70,7 +70,7 @@ class CacheOrderChatEngine(BaseChatEngine):
     - `label`: the label that cites and names a NodeWithScore (default: `number_label` of its text).
     - `scope`: the tenant, or a function of the QueryBundle.
 
-    Errors in these functions are counted and leave retrieval order. Raises ValueError.
+    Errors in `label` and `scope` are counted and leave retrieval order. Raises ValueError.
     """
 
     def __init__(

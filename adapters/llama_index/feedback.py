@@ -28,7 +28,6 @@ from llama_index.core.instrumentation.span import BaseSpan, active_span_id
 from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 
-from ragorder.adapters.reorder import degrade
 from ragorder.adapters.usage import member, read_usage
 from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
@@ -40,8 +39,8 @@ _STREAMED_SILENTLY = (
 
 
 class _RequestSpan(BaseSpan):
-    """`request`: the ended span that an LLM call belongs to; `streams`: ids of spans that still stream; `generator`:
-    the last one returned, which may call a model when it is read."""
+    """`request`: the ended span of an LLM call's request; `streams`: ids of spans that still stream; `generator`: the
+    last one returned, which may call a model when it is read."""
 
     retrieves: bool = False
     calls_model: bool = False
@@ -61,17 +60,16 @@ class _AnswerStream:
 
 
 class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
-    """Span handler that reports the outcome of each request, and the engine's cached tokens, to the orderer.
+    """Span handler that reports each request's outcome and the engine's cached tokens to the orderer.
 
         llama_index.core.instrumentation.get_dispatcher().add_span_handler(FeedbackHandler())  # once per process
 
     A request is the span of the query or chat engine. The usage of its only LLM call counts; several calls have no
-    numbers. A span that fails without an answer is discarded, and so is a stream that ends before its first token;
-    later it counts as served, without numbers.
+    numbers. A span that fails without an answer, and a stream that ends before its first token, are discarded; a later
+    end counts as served, without numbers.
 
     Streams need `additional_kwargs={"stream_options": {"include_usage": True}}` to report usage; without it the orderer
-    is degraded. Finishing never waits for a lock: the garbage collector may close a stream. Copies follow no requests
-    yet.
+    is degraded. Finishing waits for no lock: the garbage collector may close a stream. Copies follow no requests yet.
     """
 
     _streams: dict[str, _AnswerStream] = PrivateAttr(default_factory=dict)
@@ -85,7 +83,7 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
 
     @property
     def open_answers(self) -> int:
-        """Return the number of requests whose span has ended before their answer."""
+        """Number of requests whose span has ended before their answer."""
         return len({stream.request.id_ for stream in self._streams.values()} | self._pending.keys())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -198,12 +196,12 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
             request.answers.append(answer)
         if answer is not None and member(answer, "usage") is None:
             for _, orderer in request.orderings:
-                degrade(orderer, _STREAMED_SILENTLY)
+                orderer.degrade(_STREAMED_SILENTLY)
         if request.ended and not request.streams:
             self._finish_request(request, failed=not request.answers)
 
     def _forget(self, id: str) -> None:
-        """Finish a request whose generator was dropped, so that it calls no LLM."""
+        """Finish a request whose generator was dropped: it calls no LLM any more."""
         request, _ = self._pending.get(id, (None, None))
         if request is not None and not request.streams:
             self._finish_request(request, failed=self._sees_events and not request.answers)
@@ -226,7 +224,7 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
             if failed:
                 ordering.discard()
             elif len(orderings) == len(request.answers) == 1:
-                _confirm(ordering, member(request.answers[0], "usage"))
+                read_usage(member(request.answers[0], "usage")).confirm(ordering)
             else:
                 ordering.confirm()
 
@@ -264,11 +262,6 @@ def _dropped(handler: ref[FeedbackHandler], id: str, stream: object) -> None:
 def _forgotten(handler: ref[FeedbackHandler], id: str, generator: object) -> None:
     if (alive := handler()) is not None:
         alive._forget(id)
-
-
-def _confirm(ordering: Ordering[Any], usage: Any) -> None:
-    reported = read_usage(usage)
-    ordering.confirm(reported.cached_tokens, reported.total_tokens, prompt_tokens=reported.prompt_tokens)
 
 
 def _frame(generator: ref[Any] | None) -> FrameType | None:

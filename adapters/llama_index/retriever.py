@@ -43,8 +43,8 @@ class CacheOrderPostprocessor(BaseNodePostprocessor):
     - `tokens`: its length in the prompt, in `MetadataMode.LLM`.
     - `scope`: the tenant, or a function of the QueryBundle (or None).
 
-    Errors in these functions are counted and leave retrieval order. Orderings count as served at once without a
-    `FeedbackHandler`. `to_dict` leaves out the orderer: `from_dict(data, orderer=…)`. Deep copies share it.
+    Errors in these functions are counted and leave retrieval order. Without a `FeedbackHandler` orderings count as
+    served at once. `to_dict` leaves out the orderer: `from_dict(data, orderer=…)`. Deep copies share it.
     """
 
     _reorder: Reorder[NodeWithScore] = PrivateAttr()

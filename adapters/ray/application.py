@@ -59,7 +59,7 @@ _MOST_AT_INGRESS = 4096
 
 
 class AppResponse(Response):
-    """Response by an ASGI application, which sees the request without the route prefix."""
+    """Response by an ASGI application, which sees no route prefix."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class AppResponse(Response):
 
 
 class TopicIngress:
-    """Ingress that sends each request to its topic's replica; all its processes have the same `topics`."""
+    """Ingress that sends requests to their topic's replica. All its processes have the same `topics`."""
 
     def __init__(self, replicas: DeploymentHandle, topics: Topics, options: Mapping[str, Any]) -> None:
         self._app = make_app(
@@ -101,18 +101,18 @@ def make_application(
     ingress: Mapping[str, Any] | None = None,
     **proxy: Any,
 ) -> Application:
-    """Return an application of Ray Serve with OpenAI's API, for `serve.run`.
+    """Return an application of Ray Serve with OpenAI's API.
 
         app = make_application(EmbeddedEngine("/models/llama"), replicas={"num_replicas": 4})
         serve.run(app, route_prefix="/")
 
     A request's topic is its session, which Ray's ConsistentHashRouter maps to a replica; the replica orders.
 
-    - `make_engine` makes, in each replica, an ASGI application with OpenAI's API: `EmbeddedEngine`, or a function that
-      returns the proxy's `make_app` for the replica's own server. Ray pickles it.
+    - `make_engine`, which Ray pickles, makes each replica's ASGI application with OpenAI's API: `EmbeddedEngine`, or a
+      function that returns the proxy's `make_app` for the replica's own server.
     - `topics`: across deployments they need a secret.
-    - `replicas`, `ingress`: options of the two deployments. Above `max_ongoing_requests` (64) of a replica its requests
-      go to the next one.
+    - `replicas`, `ingress`: options of the two deployments. Above a replica's `max_ongoing_requests` (64) requests go
+      to the next one.
     - `proxy`: options of the proxy's `make_app` that find documents or limit clients.
 
     Raises UnsupportedRayError for a Ray that lacks used parts, ValueError for a request router in `replicas`.
@@ -132,7 +132,7 @@ class UnsupportedRayError(RagorderError, RuntimeError): ...
 
 
 def check_ray() -> None:
-    """Raise UnsupportedRayError, which says what to install; warn of a version without tests."""
+    """Raise UnsupportedRayError if used parts are missing; warn of an untested version."""
     installed = ray.__version__
     if missing := missing_parts():
         raise UnsupportedRayError(
@@ -166,12 +166,12 @@ def _has(name: str, parameters: tuple[str, ...]) -> bool:
 
 
 class EmbeddedEngine:
-    """Maker of an engine with the model in `folder` and an orderer of its tiers, in each replica.
+    """Maker of a replica's engine, with the model in `folder` and an orderer of its tiers.
 
         app = make_application(EmbeddedEngine("/models/llama", EngineSettings(device_tokens=65_536)))
 
-    `orderer` has the settings of its orderer (default: the engine's sizes), `options` are the proxy's. In the replica
-    it raises ImportError without torch, and the errors of `TieredEngine.load`.
+    `orderer` has the orderer's settings (default: the engine's sizes), `options` are the proxy's. In the replica it
+    raises ImportError without torch, and the errors of `TieredEngine.load`.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ BY_SESSION = RequestRouterConfig(request_router_class=application.BY_SESSION)
 
 
 class OrderedLLMServer(LLMServer):  # type: ignore[misc]
-    """Ray's `LLMServer`, which orders the documents of chats and completions.
+    """Ray's `LLMServer` with ordered documents in chats and completions.
 
         config = LLMConfig(
             model_loading_config={"model_id": "llama", "model_source": "/models/llama"},
@@ -37,7 +37,7 @@ class OrderedLLMServer(LLMServer):  # type: ignore[misc]
     """
 
     def make_calls(self) -> OrderedCalls:
-        """Return the calls with the orderer of this replica's cache, for subclasses to change."""
+        """Return the calls with this replica's orderer; subclasses may change it."""
         return OrderedCalls(Orderer())
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:

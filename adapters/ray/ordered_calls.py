@@ -26,13 +26,13 @@ Call = Callable[..., Awaitable[AsyncIterator[Any]]]
 
 
 class MalformedDocumentsError(RagorderError, ValueError):
-    """The documents of a request cannot be read; Ray's ingress answers with the status."""
+    """Ray's ingress answers with the status."""
 
     status_code = 400
 
 
 class OrderedCalls:
-    """Orders the documents of requests to `LLMServer.chat` or `.completions`, found as in the proxy."""
+    """Orders documents in requests to `LLMServer.chat` or `.completions`, found as in the proxy."""
 
     def __init__(
         self, orderer: OrdererLike, *, tokenizer: Any = None, template: DocumentTemplate | None = None

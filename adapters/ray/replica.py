@@ -25,7 +25,7 @@ _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class Lifespan:
-    """Starts an application before its first request, and ends it. Both are idempotent; for one event loop."""
+    """Starts and ends an application, idempotently, in one event loop."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -36,7 +36,7 @@ class Lifespan:
         self._start: asyncio.Task[asyncio.Task[None]] | None = None
 
     async def begin(self) -> None:
-        """Raises RuntimeError if the application cannot start: the next request tries again."""
+        """Raises RuntimeError if the application cannot start; the next request tries again."""
         if self._start is None or (self._start.done() and (self._start.cancelled() or self._start.exception())):
             self._start = asyncio.ensure_future(self._begun())
         # A cancelled request leaves it to the next one.
@@ -72,7 +72,7 @@ class Lifespan:
 
 
 class ReplicaRequest(NamedTuple):
-    """An HTTP request on its way through Ray. `target` is path and query, header names are in lower case."""
+    """HTTP request on its way through Ray. `target`: path and query; header names are in lower case."""
 
     method: str
     target: bytes
@@ -91,8 +91,8 @@ class ReplicaRequest(NamedTuple):
 
 
 class EngineReplica:
-    """Replica that answers requests by an ASGI application in this process. Chats and completions yield no item before
-    their first token, whole ones none before their end: until then a caller may send the request to another replica."""
+    """Replica that answers by an ASGI application. Chats and completions yield nothing before their first token, whole
+    ones nothing before their end: until then a caller may try another replica."""
 
     def __init__(self, make_engine: Callable[[], ASGIApp]) -> None:
         app = make_engine()
@@ -117,7 +117,7 @@ class EngineReplica:
             await response.aclose()
 
     async def check_health(self) -> None:
-        """Raises RuntimeError if the engine does not take requests: Ray then replaces the replica."""
+        """Raises RuntimeError if the engine takes no requests: Ray then replaces the replica."""
         await self._lifespan.begin()
         response = await self._send(ReplicaRequest("GET", _READY, [], b""))
         await response.aclose()

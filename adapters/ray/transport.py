@@ -30,15 +30,15 @@ _RETRY = [(b"retry-after", b"1")]
 TRIES = 3
 """Most replicas that a request is sent to."""
 REFUSED = (502, 503)
-"""Statuses of a replica whose engine takes no requests: another one may."""
+"""Statuses of an engine that takes no requests: another replica's may."""
 
 
 class ReplicaLostError(UpstreamError): ...
 
 
 class ReplicaAnswer(httpx2.AsyncByteStream):
-    """The items of `EngineReplica.answer` as a response. Each must arrive within `timeout_s` of the one before. A
-    stream of events cut off between two events ends with an error event. Closing it cancels the request."""
+    """Response of `EngineReplica.answer`'s items, each within `timeout_s` of the one before. A stream cut off between
+    two events ends with an error event. Closing it cancels the request."""
 
     def __init__(self, items: DeploymentResponseGenerator, timeout_s: float | None = None) -> None:
         self._items = items
@@ -47,7 +47,7 @@ class ReplicaAnswer(httpx2.AsyncByteStream):
         self._of_events = False
 
     async def begin(self) -> httpx2.Response:
-        """Return the unread response. Raises HTTPError: ReplicaLostError, UpstreamError, or without a replica."""
+        """Return the unread response. Raises HTTPError, if a replica is concerned UpstreamError or ReplicaLostError."""
         try:
             first = await self._next()
             if first is None:
@@ -94,7 +94,7 @@ class ReplicaAnswer(httpx2.AsyncByteStream):
 
 @contextmanager
 def as_http_errors() -> Iterator[None]:
-    """Raise Ray's errors as HTTPErrors: their own messages may quote a request."""
+    """Raise Ray's errors, which may quote a request, as HTTPErrors."""
     try:
         yield
     except BackPressureError:
@@ -110,8 +110,8 @@ def as_http_errors() -> Iterator[None]:
 
 
 class ReplicaTransport(httpx2.AsyncBaseTransport):
-    """Transport to the replica of a request's session, the header `x-session-id`; without one to any. A request whose
-    replica is lost before its answer has begun, or takes no requests, is sent to any other one."""
+    """Transport to the replica of a request's `x-session-id`, or to any without one. If the replica is lost before its
+    answer has begun, or takes no requests, any other one gets the request."""
 
     def __init__(self, replicas: DeploymentHandle) -> None:
         self._replicas = replicas.options(method_name="answer", stream=True)

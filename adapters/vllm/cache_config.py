@@ -23,14 +23,13 @@ _REQUESTS = re.compile(r"^vllm:num_requests_(?:waiting|running)(?:\{[^}\n]*\})? 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV cache of one engine of a server, or of each of its data-parallel `engines`.
+    """KV cache of each of a server's data-parallel `engines`. None: not published.
 
         read_cache_config("http://host:8000").capacity_tokens
 
-    `block_size`: the unit of prefix hits, in tokens. `prefix_caching`: None if not published. `host_tokens`,
-    `disk_tokens` and `tier_policy` belong to ragorder's tiers, published from an engine's first request on if these
-    order its device. `hybrid`: layers such as Mamba and GDN resume only at stored states (docs/vllm.md); None if not
-    published.
+    `block_size`: the unit of prefix hits, in tokens. `host_tokens`, `disk_tokens`, `tier_policy`: of ragorder's tiers,
+    published after an engine's first request if these order its device. `hybrid`: layers such as Mamba and GDN resume
+    only at stored states (docs/vllm.md).
     """
 
     block_size: int
@@ -43,7 +42,7 @@ class CacheConfig:
     hybrid: bool | None = None
 
     def completes(self, settings: Settings) -> dict[str, Any]:
-        """Return the sizes missing in the settings, and the tiers' policy if the tiers' sizes are missing."""
+        """Return missing sizes, and the tiers' policy if the tiers' sizes are missing."""
         found: dict[str, Any] = {"block_size": self.block_size, "capacity_tokens": self.capacity_tokens}
         tiers = {"host_tokens": self.host_tokens, "disk_tokens": self.disk_tokens}
         # Sizes given by hand belong to this orderer, and so does their policy.
@@ -53,13 +52,13 @@ class CacheConfig:
 
 
 def read_cache_config(base_url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> CacheConfig:
-    """Return the cache configuration of a vLLM server. Raises ServerError; ImportError without ragorder[live]."""
+    """Raises ServerError, ImportError without ragorder[live]."""
     with Server(base_url, timeout_s=timeout_s, api_key=api_key) as server:
         return cache_config(server)
 
 
 def engine_cache_config(vllm_config: Any) -> CacheConfig:
-    """Return that of a vLLM in this process, by its `VllmConfig`. Raises ServerError if it has not started."""
+    """Read the `VllmConfig` of a vLLM in this process. Raises ServerError if it has not started."""
     facts = {name: str(value) for name, value in vars(vllm_config.cache_config).items()}
     engines = vllm_config.parallel_config.data_parallel_size
     return replace(_one_engine(facts, engines, "the engine"), engines=engines)
@@ -89,7 +88,7 @@ def cache_config(server: Server) -> CacheConfig:
 
 
 def _tiers(page: str, capacity_tokens: int, engines: int) -> dict[str, Any]:
-    """Return the sizes of one engine's tiers after the device, whose bytes `capacity_tokens` of all engines take."""
+    """Return the sizes of an engine's host and disk. `capacity_tokens` is the sum of all devices."""
     sizes = dict.fromkeys(("device", "host", "disk"), 0.0)
     for tier, size in _CAPACITY.findall(page):
         sizes[tier] = sizes.get(tier, 0.0) + float(size)
@@ -137,6 +136,6 @@ def _why(page: str) -> str:
 
 
 def requests_on(page: str) -> int | None:
-    """Return the number of waiting and running requests in a /metrics page, or None if it is missing."""
+    """Return the waiting and running requests of a /metrics page, or None if it has no count."""
     counts = [int(float(count)) for count in _REQUESTS.findall(page)]
     return sum(counts) if counts else None

@@ -21,7 +21,7 @@ __all__ = ["connect", "following_events", "hybrid_rules"]
 
 
 class _LiveOrderer(Protocol):
-    """The used part of `Orderer`: importing the class would be an import cycle."""
+    """Used part of `Orderer`, whose import would be a cycle."""
 
     events: Any
 
@@ -80,11 +80,11 @@ def connect(
 
 
 def hybrid_rules(block_tokens: int) -> CacheRules:
-    """Return the cache rules of a hybrid model with blocks of this size (vLLM 0.32, docs/vllm.md).
+    """Return the cache rules of a hybrid model (vLLM 0.32, docs/vllm.md).
 
-    A layer of Mamba, GDN and the like has one state for a whole prefix, and an engine keeps few states. By default
-    (`mamba_cache_mode "align"`, `prefix_cache_retention_interval 0`) vLLM keeps the state at the last block of a
-    prompt, and the state where requests diverge, which it detects at the second one.
+    A layer of Mamba, GDN and the like has one state for a whole prefix. By default (`mamba_cache_mode "align"`,
+    `prefix_cache_retention_interval 0`) vLLM keeps the states at the last block of a prompt and where requests diverge,
+    which it detects at the second one.
     """
     return CacheRules(
         f"hybrid model, blocks of {block_tokens}",
@@ -101,7 +101,7 @@ def hybrid_rules(block_tokens: int) -> CacheRules:
 
 
 def _read_settings(base_url: str, settings: Settings, api_key: str | None) -> tuple[Settings, list[str], bool]:
-    """Return the completed settings, the server's deficiencies, and whether its model is treated as hybrid."""
+    """Return completed settings, the server's deficiencies, and whether its model is treated as hybrid."""
     missing = []
     with Server(base_url, timeout_s=_TIMEOUT_S, api_key=api_key) as server:
         try:
@@ -157,7 +157,6 @@ def _is_hybrid(cache: CacheConfig, settings: Settings, missing: list[str]) -> bo
 def following_events(
     orderer_class: Callable[..., OrdererT], settings: Settings, endpoint: str, options: dict[str, Any]
 ) -> OrdererT:
-    """Return an orderer that follows the KV events of an endpoint until it is closed."""
     capacity = settings.held_tokens or 0
     blocks = EngineBlocks(settings.block_size, max(1 << 16, _REMEMBERED * capacity // settings.block_size))
     orderer = orderer_class(settings, **options, blocks=blocks)
@@ -168,7 +167,7 @@ def following_events(
 
 
 def _degrade_on_silence(orderer: _LiveOrderer) -> Callable[[KVEventSubscriber], None]:
-    """Return a callback that degrades the orderer after a long silence, since its first use or the last event."""
+    """Degrade the orderer after a long silence since its first use or the last event."""
     # The subscriber's thread must not keep a dropped orderer alive.
     reference = ref(orderer)
     last_event = time.monotonic()

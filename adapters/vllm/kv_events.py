@@ -50,8 +50,8 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 @dataclass(slots=True)
 class EventCounters:
-    """`start_overs`: the engine's first events were no longer available; `restarts`: new engines; `silences`: no
-    answer; `garbage`: unreadable messages and events; `orphans`: stored blocks with an unknown parent."""
+    """`start_overs`: without the engine's first events; `restarts`: new engines; `silences`: replays without an answer;
+    `garbage`: unreadable messages and events; `orphans`: stored blocks with an unknown parent."""
 
     batches: int = 0
     stored: int = 0
@@ -74,7 +74,7 @@ class EventReader:
         self._warned_block_size = False
 
     def read(self, payload: bytes, blocks: EngineBlocks) -> None:
-        """Unreadable parts are skipped."""
+        """Skip unreadable parts."""
         self.counters.batches += 1
         try:
             told = self._decode(payload)
@@ -144,7 +144,7 @@ _NOTHING = _EventBatch(-1, b"")
 
 
 class KVEventSubscriber:
-    """Subscriber that synchronises `blocks` with the engine at `endpoint`, on its own thread, until it is closed.
+    """Synchronises `blocks` with an engine, on its own thread, until it is closed.
 
         events = KVEventSubscriber(blocks, "tcp://host:5557", "tcp://host:5657")
 
@@ -297,7 +297,7 @@ class KVEventSubscriber:
             self._catch_up()
 
     def _catch_up(self) -> bool:
-        """Replay missed batches, and check for another engine. Returns False without an answer."""
+        """Replay missed batches, and check for another engine. Return False without an answer."""
         self.counters.replays += 1
         known = self._next - 1
         told = self._replay(max(0, known))
@@ -355,7 +355,7 @@ class KVEventSubscriber:
         self._synchronised.set()
 
     def _replay(self, first: int) -> Generator[_EventBatch, None, None]:
-        """Yield the available batches from this number on. Raises TimeoutError without an answer."""
+        """Yield the available batches from `first` on. Raises TimeoutError without an answer."""
         wanted, heard = first, _WHOLE_ANSWER
         while heard >= _WHOLE_ANSWER:
             heard = 0
@@ -399,7 +399,7 @@ class KVEventSubscriber:
         return None
 
     def _is_repeated(self, batch: _EventBatch) -> bool:
-        """Both the live stream and a replay may have a batch."""
+        """The live stream and a replay may have the same batch."""
         return self._recent.get(batch.number) == hash(batch.payload)
 
     def _apply(self, blocks: EngineBlocks, batch: _EventBatch) -> None:

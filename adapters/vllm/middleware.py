@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field
-from pydantic_settings import PydanticBaseSettingsSource, TomlConfigSettingsSource
+from pydantic_settings import TomlConfigSettingsSource
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route, Router
@@ -45,10 +45,9 @@ _logger = logging.getLogger("ragorder")
 
 
 class MiddlewareSettings(Settings):
-    """Settings of `OrderDocuments`: those of the orderer, and how documents are found.
+    """Settings of `OrderDocuments`: the orderer's, and how documents are found.
 
-    The environment sets them (RAGORDER_TEMPLATE=auto), and so does a TOML file with the same names that RAGORDER_CONFIG
-    names. Arguments come first, then the environment.
+    Arguments come first, then the environment (RAGORDER_TEMPLATE=auto), then the TOML file that RAGORDER_CONFIG names.
     """
 
     template: str | None = Field(
@@ -66,13 +65,8 @@ class MiddlewareSettings(Settings):
 
     @classmethod
     def settings_customise_sources(
-        cls,
-        settings_cls: Any,
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        cls, settings_cls: Any, init_settings: Any, env_settings: Any, *_: Any, **__: Any
+    ) -> tuple[Any, ...]:
         """Raises ValueError for a file that does not exist or is not TOML."""
         file = os.environ.get(_FILE)
         if file is None:
@@ -86,16 +80,16 @@ class MiddlewareSettings(Settings):
 
 
 class OrderDocuments:
-    """ASGI middleware that orders the documents in requests to an application with OpenAI's, Anthropic's or Cohere's
-    API: the proxy of `ragorder serve` without a process of its own.
+    """ASGI middleware that orders documents for an application with OpenAI's, Anthropic's or Cohere's API: `ragorder
+    serve` without a process of its own.
 
         vllm serve MODEL --middleware ragorder.adapters.vllm.OrderDocuments
         app.add_middleware(OrderDocuments, capacity_tokens=100_000)  # FastAPI, Starlette
 
-    In vLLM's server block size, capacity and KV events are those of its engine. `options` are fields of
-    `MiddlewareSettings`. After an internal error a request is answered as it came, unless its documents would be lost.
-    `/ragorder` shows the saving (`/ragorder/stats` as JSON); `/ragorder/metrics` is for Prometheus. With invalid
-    settings the server does not start; without its lifespan each request raises ValueError.
+    In vLLM's server block size, capacity and KV events are the engine's. `options` are fields of `MiddlewareSettings`.
+    After an internal error a request is answered as it came, unless its documents would be lost. `/ragorder` shows the
+    saving, `/ragorder/stats` as JSON, `/ragorder/metrics` for Prometheus. With invalid settings the server does not
+    start; without its lifespan each request raises ValueError.
     """
 
     def __init__(self, app: ASGIApp, settings: MiddlewareSettings | None = None, **options: Any) -> None:
@@ -195,7 +189,7 @@ class OrderDocuments:
             sent.end()
 
     async def _ordered(self, scope: Scope, route: Protocol, body: bytes) -> SentRequest | None:
-        """Return what to send, or None for the request as it came. Raises HTTPError if its documents would be lost."""
+        """Return None for the request as it came. Raises HTTPError if its documents would be lost."""
         try:
             if len(body) > self._settings.body_limit:
                 message = f"The body is longer than {self._settings.body_limit:,} bytes (RAGORDER_BODY_LIMIT)."
@@ -215,7 +209,6 @@ class OrderDocuments:
         return None
 
     def _start(self, scope: Scope) -> Callable[[Protocol, bytes], SentRequest | None]:
-        """Return the work on a body, with the sizes and KV events of the engine whose server this is."""
         own = self._settings
         engine = own_engine(own, scope, shared_orders=own.shared_orders is not None)
         ordering: Any = engine.orderer() if own.shared_orders is None else _orderer_of(own, engine.settings)
@@ -280,7 +273,7 @@ class OrderDocuments:
 
 
 async def _read(receive: Receive) -> bytes | None:
-    """Return the body, or None if the client is gone. The application would keep all of it, too."""
+    """Return None if the client is gone. The application, too, would keep the whole body."""
     chunks: list[bytes] = []
     more = True
     while more:
@@ -303,7 +296,7 @@ def _templates_of(own: MiddlewareSettings) -> list[DocumentTemplate]:
 
 
 def _orderer_of(own: MiddlewareSettings, settings: Settings) -> Any:
-    """Return an orderer, a `SharedOrderer` if orders are shared. Raises ValueError for settings that do not fit."""
+    """Return an orderer, or a `SharedOrderer`. Raises ValueError for settings that do not fit."""
     if own.shared_orders is None:
         return Orderer(settings)
     from ragorder.adapters.shared_orders import SharedOrderer

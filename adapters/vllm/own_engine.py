@@ -23,8 +23,8 @@ _ANY_ADDRESS = re.compile(r"^tcp://(?:\*|0\.0\.0\.0|\[::\])(?=:)")
 
 
 class OwnEngine(NamedTuple):
-    """The orderer's settings with the sizes of the engine, and what is `missing`. With `events_endpoint` in the
-    settings its KV events can be followed, by `tokens`."""
+    """Settings with the engine's sizes, and what is `missing`. With `events_endpoint` its KV events can be followed, by
+    `tokens`."""
 
     settings: Settings
     missing: list[str]
@@ -46,7 +46,7 @@ def has_engine(scope: Scope) -> bool:
 
 
 def own_engine(own: Settings, scope: Scope, *, shared_orders: bool) -> OwnEngine:
-    """Return the engine, with missing sizes if the server is none of vLLM. It is not followed if orders are shared."""
+    """Only vLLM's engine has sizes. It is not followed if orders are shared."""
     config, builder = _config(scope), PromptBuilder("")
     unfollowed = own.model_copy(update={"events_endpoint": None})
     plain = OwnEngine(unfollowed, [], builder, TokenCounter(builder))
@@ -101,7 +101,6 @@ def _missing(cache: CacheConfig) -> list[str]:
 
 
 def _endpoints(own: Settings, config: Any) -> dict[str, Any] | None:
-    """Return the settings for the events that the engine publishes, or None if it publishes none."""
     if own.events_endpoint is not None:
         return {"events_endpoint": own.events_endpoint}
     events = getattr(config, "kv_events_config", None)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.observing.tier_stats import Hits, TierStats, fetch_hits, fetch_tier_stats
+from ragorder.adapters.usage import member, read_usage
 from ragorder.adapters.vllm.cache_config import cache_config, requests_on
 from ragorder.kernels.profile_cache import ProfileCache
 from ragorder.kernels.short_profile import LONGEST_TOKENS, measure_short_profile
@@ -50,8 +51,8 @@ _TOKEN_IDS = range(100, 256)
 def profile_server(
     base_url: str, *, api_key: str | None = None, budget_s: float = 10.0, cache: ProfileCache | None = None
 ) -> PrefillProfile | None:
-    """Return the server's cached profile, or measure one with load times and cache it for an engine of this user on
-    this machine. Returns None if the server awaits none (`--profile auto`). Raises ServerError."""
+    """Return the cached profile that a server with `--profile auto` awaits, or measure it with load times and cache it
+    for this user's engines on this machine. Return None if the server awaits none. Raises ServerError."""
     cache = cache or ProfileCache()
     with Server(base_url, timeout_s=_TIMEOUT_S, api_key=api_key) as server:
         prefills = _Prefills(server, *_model_of(server))
@@ -62,7 +63,7 @@ def profile_server(
 
 
 def measure_server(base_url: str, *, api_key: str | None = None, budget_s: float = 10.0) -> PrefillProfile:
-    """Measure a profile of an idle server that caches prefixes and reports cached tokens. Raises ServerError."""
+    """Measure an idle server that caches prefixes and reports cached tokens. Raises ServerError."""
     with Server(base_url, timeout_s=_TIMEOUT_S, api_key=api_key) as server:
         return _measure(server, _Prefills(server, *_model_of(server)), budget_s)
 
@@ -128,7 +129,7 @@ def _measure_tiers(
 
 
 class _Prefills:
-    """A row's prefix is sent first, under its own salt, so that nothing else is cached. Raises ServerError."""
+    """Sends a row's prefix first, under its own salt, so that nothing else is cached. Raises ServerError."""
 
     def __init__(self, server: Server, model: str, longest: int) -> None:
         self.model = model
@@ -172,14 +173,11 @@ class _Prefills:
         before = time.perf_counter()
         answer = self._server.post_json("/v1/completions", body)
         seconds = time.perf_counter() - before
-        usage = answer.get("usage") if isinstance(answer, dict) else None
-        details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
-        cached = details.get("cached_tokens") if isinstance(details, dict) else None
-        return seconds, cached if isinstance(cached, int) else None
+        return seconds, read_usage(member(answer, "usage")).cached_tokens
 
 
 def copy_times(page: str, token_bytes: float) -> dict[str, float]:
-    """Return seconds per token to the device from "host" and "disk", by the loads so far or else the stores."""
+    """Return seconds per token from "host" and "disk" to the device, by the loads so far, or else the stores."""
     sums: dict[str, float] = {}
     for found in _COPIES.finditer(page):
         sums[found["name"]] = sums.get(found["name"], 0.0) + float(found["value"])
@@ -205,11 +203,11 @@ class Answered(NamedTuple):
 
 
 class TierLoads:
-    """Measurement of the load times, in seconds a token, of an idle server with ragorder's tiers.
+    """Measurement of an idle server's load times from ragorder's tiers, in seconds a token.
 
     `send` requests one token for a prompt and a salt. Random prompts are sent until the device, and then the host, has
-    evicted the first of them, which is sent again: its load time is the excess over a prefill with the same prefix
-    cached on the device. Raises ServerError, also if the server takes no prompt of a block.
+    evicted the first one, which is sent again: its load time is the excess over a prefill with the same prefix on the
+    device. Raises ServerError, also if the server takes no prompt of a block.
     """
 
     def __init__(
@@ -246,7 +244,7 @@ class TierLoads:
     def measure(
         self, repeats: int, limit_s: float, progress: Callable[[int], Advance] = lambda samples: lambda: None
     ) -> PrefillProfile:
-        """Return the profile with `loads`: medians of up to `repeats` samples, at least the server's own copy times."""
+        """Add `loads` to the profile: medians of up to `repeats` samples, but at least the server's own copy times."""
         samples = self._samples
         self._deadline = time.monotonic() + limit_s
         self._fill(1)
@@ -318,7 +316,7 @@ class TierLoads:
         return None
 
     def _counted(self, before: Hits, prompt_tokens: int) -> Hits:
-        """A server counts a request after its last token."""
+        """Wait until the server has counted the request, after its last token."""
         deadline = time.monotonic() + _COUNTED_S
         found = self._hits() - before
         while found.total < prompt_tokens and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""RAGCache's tiers in stock vLLM (docs/tiers.md), which imports modules by the paths in its configuration."""
+"""RAGCache's tiers in stock vLLM (docs/tiers.md), which imports them by path."""
 
 from ragorder.adapters.request_facts import RequestFacts, read_facts
 from ragorder.adapters.vllm_tiers.settings import TierSettings

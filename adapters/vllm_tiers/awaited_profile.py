@@ -22,11 +22,11 @@ _LOOK_S = 5.0
 
 class PrefillCosts(Protocol):
     def cost(self, cached_tokens: int, new_tokens: int) -> float:
-        """Return seconds per new token."""
+        """Seconds per new token."""
 
 
 class AwaitedProfile:
-    """The cached profile of `key`, looked for at most every 5 s; until it exists, every token costs the same."""
+    """Cached profile of `key`, looked for every 5 s at most; before that every token costs the same."""
 
     def __init__(
         self, key: str, cache: ProfileCache | None = None, clock: Callable[[], float] = time.monotonic
@@ -65,7 +65,7 @@ def _changed_ns(path: Path) -> int | None:
 
 
 def note_profile(vllm_config: Any) -> None:
-    """Add this engine's profile key to `kv_connector_extra_config`. Never raises: without it tokens cost the same."""
+    """Add the engine's profile key to `kv_connector_extra_config`. Never raises: without it tokens cost the same."""
     try:
         key = profile_key(_identity(vllm_config))
     except Exception as error:

@@ -30,7 +30,7 @@ class TierWorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
 
 
 class RecomputesFailedLoads:
-    """Mixin for copies that may fail: failed loads are computed again, and chunks of failed stores dropped."""
+    """Mixin for copies that may fail: prompts of failed loads are computed, chunks of failed stores dropped."""
 
     connector_scheduler: Any
     connector_worker: Any
@@ -99,4 +99,4 @@ class RecomputesFailedLoads:
 
 
 class TierConnector(RecomputesFailedLoads, OffloadingConnector):  # type: ignore[misc]
-    """Host and disk tiers, with the device's blocks in vLLM's own order."""
+    """Host and disk tiers; device blocks stay in vLLM's own order."""

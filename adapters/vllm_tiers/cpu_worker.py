@@ -30,7 +30,7 @@ _Place = tuple[int, int, int]
 
 
 class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copier of whole blocks in its own thread. Failed jobs are reported as finished, and in `take_failures`."""
+    """Copies whole blocks in its own thread. Failed jobs count as finished, and are in `take_failures`."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int) -> None:
         """Raises ValueError for another layout; the caller then keeps `region`."""
@@ -124,7 +124,7 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
     def _places(
         self, device: GPULoadStoreSpec, host: CPULoadStoreSpec
     ) -> Iterator[tuple[list[_Place], dict[int, int]]]:
-        """Yield places and parts by group. The first place may be in the middle of a chunk."""
+        """A group may begin in the middle of a chunk."""
         blocks = [int(block) for block in device.block_ids]
         chunks = [int(chunk) for chunk in host.block_ids]
         if min(blocks, default=0) < 0 or min(chunks, default=0) < 0:

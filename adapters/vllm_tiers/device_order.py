@@ -25,7 +25,7 @@ _NO_FACTS = RequestFacts()
 
 
 class WatchedQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
-    """vLLM's free queue, which tells `watcher` about every block that is taken or freed. The watcher must not raise."""
+    """vLLM's free queue, which tells `watcher` every block that is taken or freed. The watcher must not raise."""
 
     def __init__(self, blocks: list[Any], watcher: DeviceOrder) -> None:
         super().__init__(blocks)
@@ -60,7 +60,7 @@ class WatchedQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
         self._watcher.returned(blocks)
 
     def bring_forward(self, blocks: Iterable[Any]) -> None:
-        """Move blocks to the queue's front without telling the watcher. The queue is consistent after each move."""
+        """Move blocks to the front without telling the watcher. The queue is consistent after each move."""
         for block in blocks:
             if block.prev_free_block is not None and block.next_free_block is not None:
                 super().remove(block)
@@ -76,11 +76,11 @@ def _safe(step: Callable[Concatenate[DeviceOrder, P], None]) -> Callable[Concate
 
 
 class DeviceOrder:
-    """Evicts cached blocks from vLLM's block pool in the order of a tier's policy, in O(log n) per block.
+    """Evicts cached blocks of vLLM's pool by a tier's policy, in O(log n) per block.
 
-    The tier holds the cached blocks by their hash, and pins those in use. When vLLM needs blocks, those that the tier
-    evicts are moved to the front of its free queue, after spare ones, whose content another block has. After an error
-    this order stays off.
+    The tier has the cached blocks by hash, and pins those in use. When vLLM needs blocks, the front of its free queue
+    gets spare ones, whose content another block has, then those that the tier evicts. After an error this order stays
+    off.
     """
 
     def __init__(self, pool: Any, tier: Tier, *, now: Callable[[], float] = time.monotonic) -> None:
@@ -108,8 +108,8 @@ class DeviceOrder:
     def finished(
         self, block_ids: Sequence[int], cached_tokens: int, cost: float | None, facts: RequestFacts = _NO_FACTS
     ) -> None:
-        """Count a finished request's uses of its blocks, in prompt order, just before vLLM frees them. It computed the
-        tokens after the first `cached_tokens`, at `cost` seconds each."""
+        """Count a finished request's uses of its blocks, in prompt order, before vLLM frees them. Tokens after the
+        first `cached_tokens` were computed, at `cost` seconds each."""
         blocks = [block for block in map(self._pool.blocks.__getitem__, block_ids) if block.block_hash is not None]
         keys: list[Key] = [block.block_hash for block in blocks]
         parents = [None, *keys][: len(keys)]
@@ -207,7 +207,7 @@ class DeviceOrder:
         return True
 
     def _attach(self, key: Key, parent: Key | None) -> None:
-        """Give a known block its parent. Blocks of a preempted request come without parents."""
+        """Give a known block its parent: a preempted request's blocks come without."""
         node = self._tier.get(key)
         if parent is not None and node is not None and node.parent is None:
             pins = node.pins

@@ -50,7 +50,7 @@ class _Written(set[OffloadKey]): ...
 
 
 class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed for us
-    """`ChunkStore` after vLLM's host tier. A corrupt chunk is dropped, and recomputed by vLLM. With an unusable folder
+    """`ChunkStore` after vLLM's host tier. Corrupt chunks are dropped, and recomputed by vLLM. With an unusable folder
     (another engine's or model's) the tier stays empty, which is logged and counted."""
 
     medium: ClassVar[Medium | None] = Medium.STORAGE
@@ -178,7 +178,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
 
     @override
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Do nothing: a request counts once, when it has finished."""
+        """A request counts once, when it has finished."""
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:

@@ -46,15 +46,15 @@ class UnknownWeightsError(RagorderError): ...
 
 
 class WeightDigests:
-    """Digests of models, over all bytes of their files; cached in the file `memory` by inode, size, mtime and ctime. A
-    memory that other users can write is ignored."""
+    """Digests of models' files, whole; cached in the file `memory` by inode, size, mtime and ctime, unless other users
+    can write it."""
 
     def __init__(self, memory: Path | None = None) -> None:
         self._memory = memory
         self._known = _read(memory) if memory is not None else {}
 
     def of(self, model: str, revision: str | None = None, *, dummy: bool = False, hub: Path | None = None) -> str:
-        """`model`: a folder, a file, or a name on the Hub with its commit. Raises UnknownWeightsError, OSError."""
+        """Digest a folder, a file, or a name on the Hub with its commit. Raises UnknownWeightsError, OSError."""
         path = Path(model)
         if path.is_file():
             return "file " + self._digest([path])

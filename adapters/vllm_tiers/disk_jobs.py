@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class ChunkJob:
-    """Job that calls `step` with 0 to `steps` - 1, concurrently if `urgent`. Without an `id` its end is not told."""
+    """Calls of `step` with 0 to `steps` - 1, concurrent if `urgent`. Without an `id` their end is not told."""
 
     __slots__ = ("begun", "id", "running", "seconds", "step", "urgent", "worked")
 
@@ -29,7 +29,7 @@ class ChunkJob:
 
 
 class JobThreads:
-    """Threads that run urgent jobs first, also between steps of others. A step that raises has failed. Thread-safe."""
+    """Threads that run urgent jobs first, even between steps of others. A step that raises has failed. Thread-safe."""
 
     def __init__(self, threads: int, name: str, logger: logging.Logger) -> None:
         self._logger = logger
@@ -50,7 +50,7 @@ class JobThreads:
         return bool(self._unended or self._ended)
 
     def add(self, job: ChunkJob) -> None:
-        """Once closing, a job ends at once and counts as failed."""
+        """While closing, jobs end at once as failed."""
         with self._changed:
             self._unended += 1
             if self._closing or not job.worked:

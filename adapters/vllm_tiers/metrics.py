@@ -1,4 +1,4 @@
-"""Metrics of the tiers in vLLM's /metrics, where vLLM adds its labels and, to counters, `_total`."""
+"""The tiers' metrics, to which vLLM adds labels and `_total`."""
 
 from __future__ import annotations
 

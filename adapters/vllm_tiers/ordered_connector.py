@@ -21,7 +21,7 @@ _logger = logging.getLogger("ragorder")
 
 
 def order_device(pool: Any, groups: int, settings: TierSettings) -> DeviceOrder | None:
-    """Return None, with a warning, without prefix caching and for several `groups` of KV caches."""
+    """Return None, with a warning, without prefix caching or for several `groups` of KV caches."""
     if groups > 1:
         _logger.warning("the device's blocks stay in vLLM's own order: the model has %d groups of KV caches", groups)
         return None
@@ -33,7 +33,7 @@ def order_device(pool: Any, groups: int, settings: TierSettings) -> DeviceOrder 
 
 
 class DeviceOrderConnector(OffloadingConnector):  # type: ignore[misc]
-    """vLLM's offloading connector with ordered device blocks. A request counts once, when it has finished."""
+    """vLLM's offloading connector with ordered device blocks. Requests count once, when finished."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

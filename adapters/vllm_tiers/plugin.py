@@ -1,4 +1,4 @@
-"""Entry point `vllm.general_plugins`, called by each of vLLM's processes, with or without tiers."""
+"""Entry point `vllm.general_plugins`: vLLM's processes call it, with or without tiers."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class RequestPath:
-    """The chunks of a prompt, root first; the first `last` count as used, the first `admitted` may be stored."""
+    """A prompt's chunks, root first; the first `last` count as used, the first `admitted` may be stored."""
 
     # vLLM's own dictionary, which grows while the request is answered.
     _positions: dict[OffloadKey, int]
@@ -53,7 +53,7 @@ class RequestPath:
         return self.keys[place - 1] if place else None
 
     def looked_up(self, key: OffloadKey) -> None:
-        """Note the first chunk looked up: the device has all chunks before it."""
+        """The device has all chunks before the first one looked up."""
         if self._device is None:
             self._device = self._place(key)
 
@@ -63,7 +63,7 @@ class RequestPath:
 
     @property
     def cached(self) -> int:
-        """Number of cached chunks; all if vLLM looked up none."""
+        """Number of cached chunks: all if vLLM looked up none."""
         return len(self.keys) if self._device is None else max(self._device, self._loaded)
 
     def counts(self, key: OffloadKey) -> bool:
@@ -131,8 +131,8 @@ class _Either:
 
 
 class HostPolicy(CachePolicy):  # type: ignore[misc]
-    """Policy for chunks in host memory. A request counts once for each chunk of its prompt, with facts only for its
-    documents; a chunk costs what the request that computed it took per new token."""
+    """Policy for chunks in host memory. A request counts once for each chunk of its prompt (with facts: of its
+    documents); a chunk costs what the request that computed it took per new token."""
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
@@ -151,7 +151,7 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
         profile: PrefillCosts = LINEAR,
         max_cached_documents: int | None = None,
     ) -> None:
-        """Set the options before the first chunk: vLLM gives only a capacity. `history`: 0 for none."""
+        """Set the options before the first chunk, since vLLM gives a capacity only. `history`: 0 for none."""
         if self._chunks:
             raise ValueError("the host tier already holds chunks: configure it before its first use")
         self.name = policy
@@ -165,15 +165,14 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
         return self._path
 
     def expect(self, request: ReqContext) -> Sequence[OffloadKey]:
-        """Reserve the chunks of a waiting request, up to half of the tier: other chunks are evicted first. Returns its
-        reserved chunks."""
+        """Reserve a waiting request's chunks, up to half of the tier, and return them: others are evicted first."""
         self.settle(request)
         path = path_of(request)
         path.awaited = self._awaited.add((key, 1) for key in path.keys)
         return path.keys[: len(path.awaited)]
 
     def settle(self, request: ReqContext) -> None:
-        """Release the chunks of a request that no longer waits."""
+        """Release the chunks of a request that waits no longer."""
         path = path_of(request)
         self._awaited.remove(path.awaited)
         path.awaited = ()

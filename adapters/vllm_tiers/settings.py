@@ -15,7 +15,7 @@ _KEY = "ragorder"
 
 
 class TierSettings(KVTierSettings):
-    """Settings of the tiers in vLLM, which make the --kv-transfer-config.
+    """Settings of the tiers in vLLM, and maker of its --kv-transfer-config.
 
         vllm.LLM(model, kv_transfer_config=TierSettings(host_bytes=8 << 30).kv_transfer_config())
 

@@ -1,4 +1,4 @@
-"""vLLM's tiering with our settings, policy, counts and failing copies."""
+"""vLLM's tiers with our settings, policy and counts, and copies that may fail."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MAX_TENANTS = 1024
 
 
 class TierManager(TieringOffloadingManager):  # type: ignore[misc]
-    """Raises ValueError if the host tier's policy is not a `HostPolicy`."""
+    """Manager of host and disk. Raises ValueError if the host's policy is not a `HostPolicy`."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
         self._policy.counts.failed_transfers += count
 
     def stores_failed(self, chunk_ids: set[int]) -> None:
-        """Note that stores to these host chunks that complete now have failed."""
+        """Note the host chunks whose stores are about to be reported as complete, but have failed."""
         self._failed_chunks |= chunk_ids
 
     @override
@@ -74,7 +74,7 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
         return super().on_new_request(req_context, exclude_tier_idx=exclude_tier_idx)
 
     def expect(self, req_context: ReqContext) -> None:
-        """Reserve a waiting request's chunks in the host and load them from the disk, while there is room."""
+        """Reserve a waiting request's chunks in the host, and load them from the disk while there is room."""
         self._policy.serve(req_context)
         awaited = self._policy.expect(req_context)
         if not self.secondary_tiers:
@@ -82,7 +82,7 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
         for key in awaited:
             if self._policy.get(key) is None and super().lookup(key, req_context) is LookupResult.MISS:
                 break
-        # Outside a step: the next one polls again.
+        # vLLM polls finished jobs once a step, and this is outside of one.
         self._processed_jobs_this_step = False
 
     @override
@@ -153,7 +153,8 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
 
 
 class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
-    """Spec whose copies are vLLM's on GPUs, our worker's on a CPU. Raises UnsupportedVLLMError, ValueError."""
+    """Maker of manager and worker: vLLM's own copies on GPUs, ours on a CPU. Raises UnsupportedVLLMError,
+    ValueError."""
 
     _manager: Any
     _worker: Any
@@ -184,7 +185,7 @@ class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
                 policy.configure(
                     self.settings.policy, self.settings.history, profile, self.settings.max_cached_documents
                 )
-            # Only the parts of vLLM's manager are needed, which it builds, and cleans up on failure.
+            # vLLM builds the parts of its manager, and cleans up on failure. Only the parts are used.
             self._manager = TierManager(manager.primary_tier, manager.secondary_tiers, self.kv_bytes_per_chunk)
             self._remove_name()
         return self._manager
@@ -217,7 +218,7 @@ class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
         return self._worker
 
     def _remove_name(self) -> None:
-        """Unlink the file in /dev/shm, which would outlive a killed engine: all workers have it open now."""
+        """Unlink the file in /dev/shm, which would outlive a killed engine. All workers have it open."""
         region = self._scheduler_mmap
         if region is not None and not region._creator:
             with suppress(OSError):

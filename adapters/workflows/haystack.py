@@ -24,11 +24,11 @@ class WorkflowComponent:
 
         pipeline.add_component("research", WorkflowComponent(workflows, multistep().compile()))
 
-    - `documents`: their name in the workflow's state (a state without it has none).
+    - `documents`: their name in the workflow's state, which may lack it.
     - `convert`: maps the workflow's document to Haystack's (default: from a `ragorder.Document`).
     - `scope`: the tenant.
 
-    Raises the server's errors. It cannot be serialised: its server lives in this process.
+    Raises the server's errors. It cannot be serialised, since its server lives in this process.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic import ConfigDict, PrivateAttr, SkipValidation
+from pydantic import ConfigDict, Field, SkipValidation
 
 import ragorder
 from ragorder.adapters.workflows.shared import SharedWorkflows
@@ -25,16 +25,16 @@ with needs("langchain", "ragorder.adapters.workflows.langchain"):
 
 
 class WorkflowRetriever(BaseRetriever):
-    """Retriever of the documents that a workflow finds, best first. Thread-safe. Raises the server's errors.
-
-    Runs only what leads to the documents: no answer is generated.
+    """Retriever of the documents that a workflow finds, best first, without an answer. Thread-safe.
 
         retriever = WorkflowRetriever(workflows=workflows, graph=hyde().compile())
 
-    - `documents`: name of the documents in the workflow's state.
+    - `documents`: their name in the workflow's state.
     - `convert`: maps the workflow's document to LangChain's (default: from a `ragorder.Document`).
     - `state`: values of the graph's `inputs`.
     - `scope`: the tenant.
+
+    Raises the server's errors.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -67,32 +67,24 @@ def _document(document: ragorder.Document) -> Document:
 
 
 class _WorkflowModel(BaseChatModel):
-    """Chat model that asks a workflow one question, and streams if a callback reads tokens (LangGraph)."""
+    """Chat model for one question, which streams if a callback reads tokens (LangGraph)."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     workflows: SkipValidation[SharedWorkflows]
     graph: SkipValidation[CompiledGraph]
     options: dict[str, Any]
-    _result: WorkflowResult | None = PrivateAttr(None)
+    results: list[Any] = Field(default_factory=list)
 
     @property
     def _llm_type(self) -> str:
         return "ragorder-workflow"
 
-    @property
-    def result(self) -> WorkflowResult:
-        if self._result is None:
-            raise RuntimeError("the workflow has no result yet: invoke the model first")
-        return self._result
-
     def _generate(self, messages: list[BaseMessage], *_: Any, **__: Any) -> ChatResult:
-        self._result = self.workflows.run(self.graph, messages[-1].text, **self.options)
-        return self._answer()
+        return self._answer(self.workflows.run(self.graph, messages[-1].text, **self.options))
 
     async def _agenerate(self, messages: list[BaseMessage], *_: Any, **__: Any) -> ChatResult:
-        self._result = await self.workflows.arun(self.graph, messages[-1].text, **self.options)
-        return self._answer()
+        return self._answer(await self.workflows.arun(self.graph, messages[-1].text, **self.options))
 
     def _stream(self, messages: list[BaseMessage], *_: Any, **__: Any) -> Iterator[ChatGenerationChunk]:
         for piece in self.workflows.stream(self.graph, messages[-1].text, **self.options):
@@ -102,13 +94,14 @@ class _WorkflowModel(BaseChatModel):
         async for piece in self.workflows.astream(self.graph, messages[-1].text, **self.options):
             yield self._chunk(piece)
 
-    def _answer(self) -> ChatResult:
-        return ChatResult(generations=[ChatGeneration(message=AIMessage(content=self.result.text))])
+    def _answer(self, result: WorkflowResult) -> ChatResult:
+        self.results.append(result)
+        return ChatResult(generations=[ChatGeneration(message=AIMessage(content=result.text))])
 
     def _chunk(self, piece: str | WorkflowResult) -> ChatGenerationChunk:
         if isinstance(piece, str):
             return ChatGenerationChunk(message=AIMessageChunk(content=piece))
-        self._result = piece
+        self.results.append(piece)
         return ChatGenerationChunk(message=AIMessageChunk(content="", chunk_position="last"))
 
 
@@ -121,18 +114,17 @@ def workflow_node(
     inputs: Sequence[str] = (),
     scope: Callable[[Any], Hashable] | None = None,
 ) -> RunnableLambda[Any, Any]:
-    """Return a node for `StateGraph.add_node`, in `invoke` and `ainvoke`.
+    """Return a node for `StateGraph.add_node`.
 
         builder.add_node("research", workflow_node(workflows, multistep().compile()))
 
-    - `question`: name of the question in LangGraph's state, or a function of the state.
+    - `question`: its name in LangGraph's state, or a function of the state.
     - `answer`: name for the answer's text, or a function from the result to the update.
     - `inputs`: names in LangGraph's state whose values are the graph's `inputs`.
     - `scope`: the tenant, a function of the state.
 
-    LangGraph's `stream_mode="messages"` yields the answer's text as it is generated.
-
-    Raises the server's errors, KeyError for a name that the state lacks.
+    LangGraph's `stream_mode="messages"` yields the answer's text as it is generated. Raises the server's errors,
+    KeyError for a name that the state lacks.
     """
 
     def ask(state: Any) -> tuple[_WorkflowModel, list[BaseMessage]]:
@@ -143,18 +135,19 @@ def workflow_node(
         model = _WorkflowModel(workflows=workflows, graph=graph, options=options, cache=False, name=graph.name)
         return model, [HumanMessage(asked)]
 
-    def update(result: WorkflowResult) -> Any:
+    def update(model: _WorkflowModel) -> Any:
+        (result,) = model.results
         return answer(result) if callable(answer) else {answer: result.text}
 
     def call(state: Any, config: RunnableConfig) -> Any:
         model, messages = ask(state)
         model.invoke(messages, config)
-        return update(model.result)
+        return update(model)
 
     async def acall(state: Any, config: RunnableConfig) -> Any:
         model, messages = ask(state)
         await model.ainvoke(messages, config)
-        return update(model.result)
+        return update(model)
 
     return RunnableLambda(call, acall, name=graph.name)
 

@@ -79,7 +79,7 @@ class WorkflowMetrics(PrometheusMetrics):
 
 
 class WorkflowTracing(SpanTracer):
-    """Observer for a workflow server: a span `ragorder.workflow` for each request, with a span for each piece of work.
+    """Observer for a workflow server: a span `ragorder.workflow` for each request, with one for each piece of work.
 
         server = ordered_workflows(…, observers=[WorkflowTracing()])
 
@@ -120,7 +120,7 @@ class WorkflowTracing(SpanTracer):
 
 
 class TraceLog:
-    """Observer for a workflow server that appends a line of JSON for each request, without its text: for `ragorder
+    """Observer for a workflow server that writes a line of JSON for each request, without its text, for `ragorder
     workflow trace`. Thread-safe, a context manager.
 
         with TraceLog("trace.jsonl") as log:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ragorder import Document, Ordering, PromptBuilder
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class WorkflowPrompts:
-    """`OrderedPrompts` for a `WorkflowServer`: a generation's prompt replaces {query} in its question template."""
+    """`OrderedPrompts` for a `WorkflowServer`: {query} in the question template is a generation's prompt."""
 
     def __init__(self, prompts: OrderedPrompts) -> None:
         self._prompts = prompts
@@ -49,9 +49,9 @@ class WorkflowPrompts:
         return replace(request, streamed=question.streamed)
 
 
+@dataclass(slots=True)
 class _Ranked:
-    def __init__(self, request: PromptRequest) -> None:
-        self.request = request
+    request: PromptRequest
 
     def confirm(self, usage: Usage | None, /) -> None:
         pass
@@ -65,23 +65,23 @@ def _question(question: NodeQuestion) -> Question:
     return Question(question.text, question.scope, *limits, question.options, streamed=question.streamed)
 
 
+@dataclass(frozen=True, slots=True)
 class WorkflowPrefix:
-    """The system prompt of all generations, for warm-ups: a generation of one token without documents."""
+    """System prompt of all generations, warmed up by one of one token without documents."""
 
-    def __init__(self, prefix: SystemPrefix, prompts: WorkflowPrompts) -> None:
-        self._prefix = prefix
-        self._prompts = prompts
+    prefix: SystemPrefix
+    prompts: WorkflowPrompts
 
     def scope(self, question: NodeQuestion, /) -> Hashable:
         return question.scope
 
     def is_cached(self, question: NodeQuestion, /) -> bool:
-        return self._prefix.is_cached(_question(question))
+        return self.prefix.is_cached(_question(question))
 
     async def prefill(self, question: NodeQuestion, /) -> None:
-        """Raises the engine's errors; cancelling aborts the request."""
-        committed = self._prompts.commit(NodeQuestion("", question.scope, max_tokens=1), ())
-        await self._prefix.engine.prefill(committed.request, committed.confirm, committed.discard)
+        """Raises the engine's errors. Cancelling aborts the request."""
+        committed = self.prompts.commit(NodeQuestion("", question.scope, max_tokens=1), ())
+        await self.prefix.engine.prefill(committed.request, committed.confirm, committed.discard)
 
 
 class OrderedWorkflows(WorkflowServer[Document, PromptRequest]):
@@ -110,23 +110,22 @@ def ordered_workflows(
     observers: Sequence[Callable[[WorkflowTrace], None]] = (),
     **options: Any,
 ) -> OrderedWorkflows:
-    """Return a workflow server that orders the documents of its generations, on `OpenAIStreams`, `AsyncVLLM` or
-    `EmbeddedStreams`.
+    """Return a workflow server that orders its documents, on `OpenAIStreams`, `AsyncVLLM` or `EmbeddedStreams`.
 
         async with ordered_workflows(engine, ContinuousIVF(index), embed, documents.__getitem__,
                                      orderer=orderer, builder=builder) as server:
             result = await server.run(multistep().compile(), "Which drawer?")
 
-    - `search`: an index's, or any function of a vector and k, or of a text and k if `embed` is None; it returns ids, or
-      documents if `document` is None
-    - `prompts`: "messages" for a server's chat template, "token_ids" for an engine in this process.
+    - `search`: an index, or a function of a vector (of a text if `embed` is None) and k that returns ids (documents if
+      `document` is None).
+    - `builder`: its question template should be "{query}", since nodes have whole prompts.
+    - `prompts`: as for `OrderedPrompts`.
     - `transformations`: None for all, () for stage by stage.
     - `warm_up`: prefill an uncached system prompt during searches, if `transformations` is None.
     - `max_prefill_bs`, `token_budget`, `requests`: as for `ordered_pipeline`; they admit speculative generations.
     - `observers`: get the trace of each ended request; one that fails is logged once and dropped.
 
-    Other options as for `WorkflowServer`. A builder's question template should be "{query}", since nodes have whole
-    prompts. Raises ValueError for invalid `prompts` and for limits below 1.
+    Other options as for `WorkflowServer`. Raises ValueError for invalid `prompts` and for limits below 1.
     """
     prefix = SystemPrefix(orderer, builder, engine, prompts)
     load = PromptLoad(prefix.engine, max_prefill_bs=max_prefill_bs, token_budget=token_budget, requests=requests)

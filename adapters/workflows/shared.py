@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Protocol, Self, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 from ragorder.pipelining.loop_thread import LoopThread
-from ragorder.pipelining.workflow import CompiledGraph, RunOptions, WorkflowResult, WorkflowStream
+from ragorder.pipelining.workflow import CompiledGraph, RunOptions, WorkflowResult, WorkflowServer, WorkflowStream
 
-
-class ServerLike(Protocol):
-    async def run(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowResult: ...
-
-    def stream(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowStream: ...
-
-    async def close(self) -> None: ...
+T = TypeVar("T")
 
 
 class SharedWorkflows:
@@ -23,11 +17,11 @@ class SharedWorkflows:
         with SharedWorkflows(lambda: ordered_workflows(engine, search, embed, document, **parts)) as workflows:
             print(workflows.run(graph, "Which drawer?").text)
 
-    `make` is called on that thread, where clients that belong to an event loop must be made. `arun` is for callers with
-    an event loop. Closed, it raises RuntimeError.
+    `make` is called on that thread: an event loop's clients must be made there. `arun` is for callers with a loop of
+    their own. Once closed, it raises RuntimeError.
     """
 
-    def __init__(self, make: Callable[[], ServerLike]) -> None:
+    def __init__(self, make: Callable[[], WorkflowServer[Any, Any]]) -> None:
         self._thread = LoopThread("the shared workflow server")
         try:
             self._server = self._thread.run(_call(make))
@@ -45,7 +39,7 @@ class SharedWorkflows:
     def stream(
         self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]
     ) -> Iterator[str | WorkflowResult]:
-        """Yield the answer's text as it is generated, then the result. Closing it early ends the request."""
+        """Yield the answer's text as it is generated, then the result. Closing early ends the request."""
         stream = self._server.stream(graph, question, **options)
         try:
             while (piece := self._thread.run(_next(stream))) is not None:
@@ -81,5 +75,5 @@ async def _next(stream: WorkflowStream) -> str | WorkflowResult | None:
     return result
 
 
-async def _call(make: Callable[[], ServerLike]) -> ServerLike:
+async def _call(make: Callable[[], T]) -> T:
     return make()

@@ -88,6 +88,11 @@ class Device:
         self.requests += 1
         return self.go_on(Running(vllm().request(str(self.requests), tokens), -1), chunk)
 
+    def start(self, tokens: Sequence[int]) -> Running:
+        running = self.begin(tokens)
+        assert running is not None, "no room"
+        return running
+
     def go_on(self, running: Running, chunk: int = 1 << 20) -> Running | None:
         """Its next chunk; the first one if it was preempted."""
         request = running.request
@@ -123,8 +128,7 @@ class Device:
 
     def serve(self, documents: str, cost: float = 1.0) -> int:
         """A request from its beginning to its end. How many of its documents were cached."""
-        running = self.begin(prompt(documents))
-        assert running is not None, "no room"
+        running = self.start(prompt(documents))
         self.finish(running, cost)
         return running.cached // BLOCK
 
@@ -166,8 +170,7 @@ class TestWhatGoesFirst:
         device = Device(8, tier())
         device.serve("ab")
         # A prompt that ends where a block does: its last block is computed once more.
-        again = device.begin(prompt("ab")[:-1])
-        assert again is not None
+        again = device.start(prompt("ab")[:-1])
         device.finish(again)
         device.check()
         for documents in ("cd", "ef", "g"):
@@ -178,8 +181,7 @@ class TestWhatGoesFirst:
         device = Device(6, tier())
         device.serve("a", cost=1.0)
         device.serve("b", cost=5.0)
-        using = device.begin(prompt("a"))
-        assert using is not None
+        using = device.start(prompt("a"))
         device.serve("cde")
         assert (device.holds("a"), device.holds("b")) == (1, 0)
         device.finish(using)
@@ -189,8 +191,7 @@ class TestWhatGoesFirst:
     def test_the_question_goes_first_if_a_request_gives_document_ends(self, ends: tuple[int, ...], stays: int) -> None:
         device = Device(8, tier())
         device.serve("x")
-        running = device.begin([*prompt("ab")[:-1], *[QUESTION] * 2 * BLOCK, 0])
-        assert running is not None
+        running = device.start([*prompt("ab")[:-1], *[QUESTION] * 2 * BLOCK, 0])
         # Where few tokens are new, each of them costs more: the question alone, if the documents were cached.
         device.finish(running, cost=50.0, facts=RequestFacts(ends))
         for documents in ("cd", "e", "f"):
@@ -200,8 +201,7 @@ class TestWhatGoesFirst:
     def test_what_a_request_forecasts_stays(self) -> None:
         device = Device(6, tier("forecast"))
         for documents, expected in (("a", 1.0), ("b", 50.0), ("c", 1.0)):
-            running = device.begin(prompt(documents))
-            assert running is not None
+            running = device.start(prompt(documents))
             device.finish(running, facts=RequestFacts((BLOCK,), expected=(expected,)))
         for documents in "defgh":
             device.serve(documents)
@@ -307,14 +307,12 @@ class TestEveryWayToABlock:
         device.finish(running)
 
     def test_an_answer(self, device: Device) -> None:
-        running = device.begin(prompt("n"))
-        assert running is not None
+        running = device.start(prompt("n"))
         assert all(device.decode(running, token) for token in range(40))
         device.finish(running)
 
     def test_a_request_that_was_preempted(self, device: Device) -> None:
-        running = device.begin(prompt("nopqrst"))
-        assert running is not None
+        running = device.start(prompt("nopqrst"))
         device.preempt(running)
         device.check()
         device.serve("uvwxyz")
@@ -322,8 +320,7 @@ class TestEveryWayToABlock:
         device.finish(running)
 
     def test_blocks_that_the_engine_declares_invalid(self, device: Device) -> None:
-        running = device.begin(prompt("nopq"))
-        assert running is not None
+        running = device.start(prompt("nopq"))
         ids = device.manager.get_block_ids(running.request.request_id)[0]
         device.manager.evict_blocks(set(ids[2:]))
         device.finish(running)
@@ -334,8 +331,7 @@ class TestEveryWayToABlock:
 class TestOneAfterAnother:
     def test_blocks_of_a_preempted_request_get_their_places_when_it_ends(self) -> None:
         device = Device(8, tier())
-        running = device.begin(prompt("abcd"))
-        assert running is not None
+        running = device.start(prompt("abcd"))
         device.preempt(running)
         assert device.go_on(running) is running
         device.finish(running)

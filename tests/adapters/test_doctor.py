@@ -314,13 +314,11 @@ class TestWhatAServerSaysOfItsCache:
         fake.metrics = page(*(gauge(**each) for each in gauges))
         assert read_cache_config(fake.base_url) == config
 
-    def test_asks_with_the_key(self, fake: FakeServer) -> None:
-        fake.key = KEY
-        assert read_cache_config(fake.base_url, api_key=f"{KEY}\n").engines == 1
-
-    def test_asks_with_the_user_of_the_address(self, fake: FakeServer) -> None:
+    def test_is_asked_for_with_the_key_or_the_user_of_the_address(self, fake: FakeServer) -> None:
         read_cache_config(fake.base_url.replace("//", "//me:secret@"))
         assert fake.seen[0][1]["Authorization"] == "Basic bWU6c2VjcmV0"
+        fake.key = KEY
+        assert read_cache_config(fake.base_url, api_key=f"{KEY}\n").engines == 1
 
 
 class TestAServerThatDoesNotSay:
@@ -531,60 +529,51 @@ class TestPrefixCaching:
         assert len(set(prompts)) == 2
 
 
-class TestCapacity:
-    def test_is_said_in_tokens_blocks_and_prompts(self, fake: FakeServer) -> None:
-        found = findings(fake)["capacity"]
-        assert found.verdict == "good"
-        assert "160,000 tokens in blocks of 16" in found.found
-        assert "80 prompts" in found.found
-
-    @pytest.mark.parametrize(("blocks", "verdict"), [(1000, "good"), (999, "warning"), (10, "warning")])
-    def test_is_small_below_eight_prompts(self, fake: FakeServer, blocks: int, verdict: str) -> None:
-        fake.metrics = page(gauge(num_gpu_blocks=blocks + 1))
-        found = findings(fake)["capacity"]
-        assert found.verdict == verdict
-        assert ("--gpu-memory-utilization" in str(found.advice)) == (verdict == "warning")
-
-    def test_is_unknown_of_sglang(self, fake: FakeServer) -> None:
-        fake.metrics = "sglang:num_running_reqs 0.0\n"
-        found = findings(fake)["capacity"]
-        assert found.verdict == "unknown"
-        assert "RAGORDER_CAPACITY_TOKENS" in str(found.advice)
+@pytest.mark.parametrize(
+    ("metrics", "verdict", "said"),
+    [
+        (page(), "good", "160,000 tokens in blocks of 16: about 80 prompts"),
+        # Small below eight prompts.
+        (page(gauge(num_gpu_blocks=1001)), "good", "about 8 prompts of 2,000 tokens None"),
+        (page(gauge(num_gpu_blocks=1000)), "warning", "--gpu-memory-utilization"),
+        (page(gauge(num_gpu_blocks=11)), "warning", "--gpu-memory-utilization"),
+        ("sglang:num_running_reqs 0.0\n", "unknown", "RAGORDER_CAPACITY_TOKENS"),
+    ],
+)
+def test_the_capacity_is_said_in_tokens_blocks_and_prompts(
+    fake: FakeServer, metrics: str, verdict: str, said: str
+) -> None:
+    fake.metrics = metrics
+    found = findings(fake)["capacity"]
+    assert found.verdict == verdict
+    assert said in f"{found.found} {found.advice}"
 
 
 class TestCachedTokens:
-    def test_are_not_reported(self, fake: FakeServer) -> None:
-        fake.reporting = False
-        found = findings(fake)["cached tokens"]
-        assert found.verdict == "warning"
-        assert "--enable-prompt-tokens-details" in str(found.advice)
-        assert "--enable-cache-report" in str(found.advice)
+    @pytest.mark.parametrize(
+        ("changes", "verdict", "said"),
+        [
+            ({"reporting": False}, "warning", ["--enable-prompt-tokens-details", "--enable-cache-report"]),
+            ({"caching": False}, "warning", ["replicas"]),
+            # Asked for in the form that the server takes.
+            *(({"completions": form}, "good", []) for form in ("ids", "text", "chat")),
+            ({"completions": "none"}, "unknown", ["HTTP 404"]),
+            ({"hangs": {"/v1/completions"}}, "unknown", ["--timeout"]),
+        ],
+    )
+    def test_are_judged_by_what_the_server_reports(
+        self, fake: FakeServer, changes: dict[str, Any], verdict: str, said: list[str]
+    ) -> None:
+        for name, value in changes.items():
+            setattr(fake, name, value)
+        found = findings(fake, timeout_s=1 if fake.hangs else 5)["cached tokens"]
+        assert found.verdict == verdict
+        assert [words for words in said if words not in f"{found.found} {found.advice}"] == []
 
     @pytest.mark.parametrize("usage", [None, 7, {}, {"prompt_tokens_details": {"cached_tokens": "many"}}])
     def test_are_not_reported_in_any_form_that_could_be_read(self, fake: FakeServer, usage: Any) -> None:
         fake.raw["/v1/completions"] = json.dumps({"usage": usage}).encode()
         assert verdicts(fake)["cached tokens"] == "warning"
-
-    def test_are_none_although_caching_is_on(self, fake: FakeServer) -> None:
-        fake.caching = False
-        found = findings(fake)["cached tokens"]
-        assert found.verdict == "warning"
-        assert "replicas" in str(found.advice)
-
-    @pytest.mark.parametrize("form", ["ids", "text", "chat"])
-    def test_are_asked_for_in_the_form_that_the_server_takes(self, fake: FakeServer, form: str) -> None:
-        fake.completions = form
-        assert verdicts(fake)["cached tokens"] == "good"
-
-    def test_are_unknown_of_a_server_that_takes_no_prompts(self, fake: FakeServer) -> None:
-        fake.completions = "none"
-        found = findings(fake)["cached tokens"]
-        assert found.verdict == "unknown"
-        assert "HTTP 404" in found.found
-
-    def test_are_unknown_of_a_server_that_hangs(self, fake: FakeServer) -> None:
-        fake.hangs.add("/v1/completions")
-        assert verdicts(fake, timeout_s=1)["cached tokens"] == "unknown"
 
     def test_are_asked_for_with_a_prompt_that_fits(self, fake: FakeServer) -> None:
         fake.models = {"data": [{"id": "fake", "max_model_len": 40}]}
@@ -731,14 +720,12 @@ class TestWhatAnswers:
             assert "check the server that it forwards to" in (found[check].advice or "")
         assert found["prefix caching"].verdict == "good", "what is seen through the proxy stands"
 
-    def test_ragorders_own_engine_gets_no_options_of_vllm(self, fake: FakeServer) -> None:
+    def test_ragorders_own_engine_and_other_servers_get_no_options_of_vllm(self, fake: FakeServer) -> None:
         fake.models["data"][0]["owned_by"] = "ragorder"
         fake.metrics = "other 1.0\n"
         found = findings(fake)
         assert {found[check].verdict for check in ("capacity", "KV events")} == {"good"}
         assert "vLLM" not in str(list(found.values()))
-
-    def test_another_server_gets_no_options_of_vllm(self, fake: FakeServer) -> None:
         fake.models["data"][0]["owned_by"] = "llamacpp"
         fake.metrics, fake.reporting = None, False
         found = findings(fake)

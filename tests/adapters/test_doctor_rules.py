@@ -86,14 +86,25 @@ class TestGranularity:
 
 
 class TestMinimum:
-    def asked(self, model: str, documents: int) -> Lines:
+    @pytest.mark.parametrize(
+        ("model", "documents", "read", "verdict", "says"),
+        [
+            # Prompts below it are never kept, unless they were read: then they were long enough.
+            ("claude-haiku-4-5", 4, 0, "bad", "4,096 tokens: 10 of 10 prompts are shorter"),
+            ("claude-haiku-4-5", 4, 300, "good", "4,096 tokens: 0 of 10 prompts are shorter"),
+            ("claude-opus-5-5", 8, 0, "good", "512 tokens: 0 of 10 prompts are shorter"),
+            # An engine of one's own has none, with any model.
+            ("qwen", 8, 0, "good", "no model of the log is known to have one"),
+            ("cerebras/Cerebras-GPT-6.7B", 2, 0, "good", "no model of the log is known to have one"),
+            ("deepseek-ai/DeepSeek-V3", 2, 0, "good", "no model of the log is known to have one"),
+        ],
+    )
+    def test_is_the_models(
+        self, examine: Examine, model: str, documents: int, read: int, verdict: str, says: str
+    ) -> None:
         bodies = [chat(NAMES[:documents], f"number {number}?", model=model) for number in range(10)]
-        return [of_cloud(body, read=0, written=0) for body in bodies]
-
-    def test_prompts_below_it_are_never_kept(self, examine: Examine) -> None:
-        found = examine(self.asked("claude-haiku-4-5", 4))["provider's minimum"]
-        assert found.verdict == "bad"
-        assert found.found.startswith("4,096 tokens: 10 of 10 prompts are shorter")
+        found = examine([of_cloud(body, read=read, written=0) for body in bodies])["provider's minimum"]
+        assert (found.verdict, found.found[: len(says)]) == (verdict, says)
 
     def test_so_are_beginnings_below_it(self, examine: Examine) -> None:
         bodies = [
@@ -103,22 +114,6 @@ class TestMinimum:
         found = examine([of_cloud(body, read=0, written=0) for body in bodies])["provider's minimum"]
         assert "0 of 10 prompts are shorter, 9 more share less" in found.found
         assert found.verdict == "bad"
-
-    def test_a_model_with_a_smaller_one_keeps_them(self, examine: Examine) -> None:
-        assert examine(self.asked("claude-opus-5-5", 8))["provider's minimum"].verdict == "good"
-
-    def test_what_was_read_was_long_enough(self, examine: Examine) -> None:
-        bodies = [chat(NAMES[:4], f"number {number}?", model="claude-haiku-4-5") for number in range(10)]
-        lines = [of_cloud(body, read=300, written=0) for body in bodies]
-        assert examine(lines)["provider's minimum"].verdict == "good"
-
-    def test_an_engine_of_ones_own_has_none(self, examine: Examine) -> None:
-        assert examine(healthy())["provider's minimum"].found == "no model of the log is known to have one"
-
-    @pytest.mark.parametrize("model", ["cerebras/Cerebras-GPT-6.7B", "deepseek-ai/DeepSeek-V3"])
-    def test_whatever_its_model_is_called(self, examine: Examine, model: str) -> None:
-        found = examine(self.asked(model, 2))["provider's minimum"].found
-        assert found == "no model of the log is known to have one"
 
 
 class TestTextBeforeTheDocuments:
@@ -156,6 +151,10 @@ class TestTextBeforeTheDocuments:
         assert order.verdict == "warning"
         assert "of 19 requests have documents of earlier ones in another order" in order.found
         assert "order them" in str(order.advice) and "ragorder replay LOG" in str(order.advice)
+        # The same five documents in any order: all of them could be reused.
+        ordered, plain = map(int, re.findall(r"(\d+) % (?:of the prompt|in the log's order)", str(order.advice)))
+        assert 50 < ordered <= 100
+        assert plain < ordered - 10
 
     def test_so_is_another_order_of_the_field_for_documents(self, examine: Examine) -> None:
         draw = random.Random(4)
@@ -165,14 +164,6 @@ class TestTextBeforeTheDocuments:
         assert "have documents of earlier ones in another order" in found["order of documents"].found
         assert found["order of documents"].verdict == "warning"
         assert "too small" not in str(found["requests"].advice)
-
-    def test_advice_says_what_an_order_would_save(self, examine: Examine) -> None:
-        """The same five documents in any order: all of them could be reused."""
-        rotated = [chat([*NAMES[number % 5 : 5], *NAMES[: number % 5]], f"number {number}?") for number in range(20)]
-        advice = str(examine(served(rotated), block_size=16)["order of documents"].advice)
-        ordered, plain = map(int, re.findall(r"(\d+) % (?:of the prompt|in the log's order)", advice))
-        assert 50 < ordered <= 100
-        assert plain < ordered - 10
 
     def test_another_order_is_no_fault_of_the_cache(self, examine: Examine) -> None:
         rotated = [chat([*NAMES[number % 5 : 5], *NAMES[: number % 5]], "the same?") for number in range(20)]
@@ -439,20 +430,19 @@ class TestEarlierTurns:
 
 
 class TestWrites:
-    def test_that_are_never_read_cost_more_than_no_cache(self, examine: Examine) -> None:
-        lines = [of_cloud(chat([name], "?", model="claude-opus-5-5"), read=0, written=100) for name in NAMES]
-        found = examine(lines)["writes and reads"]
-        assert found.verdict == "bad"
-        assert (
-            found.found
-            == "4,000 tokens written, 0 read: 1,000 input tokens, at the plain price, dearer than without a cache"
-        )
-
     # A write costs a quarter on top, a read saves 95 % with this model.
-    @pytest.mark.parametrize(("read", "verdict"), [(26, "bad"), (27, "good")])
-    def test_the_break_even_is_the_models(self, examine: Examine, read: int, verdict: str) -> None:
+    @pytest.mark.parametrize(
+        ("read", "verdict", "says"),
+        [
+            (0, "bad", "0 read: 1,000 input tokens, at the plain price, dearer than without a cache"),
+            (26, "bad", "1,040 read: 12 input tokens, at the plain price, dearer than without a cache"),
+            (27, "good", "1,080 read: 26 input tokens saved, at the plain price"),
+        ],
+    )
+    def test_the_break_even_is_the_models(self, examine: Examine, read: int, verdict: str, says: str) -> None:
         lines = [of_cloud(chat([name], "?", model="claude-opus-5-5"), read=read, written=100) for name in NAMES]
-        assert examine(lines)["writes and reads"].verdict == verdict
+        found = examine(lines)["writes and reads"]
+        assert (found.verdict, found.found) == (verdict, f"4,000 tokens written, {says}")
 
     def test_of_answers_that_do_not_say_what_they_read_count_nothing(self, examine: Examine) -> None:
         lines = [of_cloud(chat([name], "?", model="claude-opus-5-5"), read=27, written=100) for name in NAMES]

@@ -187,19 +187,12 @@ class TestWhatARetrieverGives:
         assert orderer.fallbacks == 2
 
 
-class TestWhatAPassageIsKnownBy:
-    def test_its_text_and_nothing_else(self, orderer: Orderer) -> None:
-        rows = [dotdict(long_text="a", pid=1), dotdict(long_text="b", pid=2)]
-        other = [dotdict(long_text="b", pid=3), dotdict(long_text="a", pid=4)]
-        assert CacheOrderRetriever(lambda query: rows, orderer)("?").pid == [1, 2]
-        assert CacheOrderRetriever(lambda query: other, orderer)("?").pid == [4, 3]
-
-    def test_what_key_gives_belongs_to_it(self, orderer: Orderer) -> None:
-        rows = [dotdict(long_text="a", pid=1), dotdict(long_text="b", pid=2)]
-        other = [dotdict(long_text="b", pid=3), dotdict(long_text="a", pid=4)]
-        for found, expected in ((rows, [1, 2]), (other, [3, 4]), (rows[::-1], [1, 2])):
-            retrieve = CacheOrderRetriever(lambda query, found=found: found, orderer, key=lambda row: row.pid)
-            assert retrieve("?").pid == expected
+@pytest.mark.parametrize(("key", "expected"), [(None, [4, 3]), (lambda row: row.pid, [3, 4])])
+def test_a_passage_is_known_by_its_text_and_its_key(orderer: Orderer, key: Any, expected: list[int]) -> None:
+    rows = [dotdict(long_text="a", pid=1), dotdict(long_text="b", pid=2)]
+    other = [dotdict(long_text="b", pid=3), dotdict(long_text="a", pid=4)]
+    for found, pids in ((rows, [1, 2]), (other, expected), (rows[::-1], [1, 2])):
+        assert CacheOrderRetriever(lambda query, found=found: found, orderer, key=key)("?").pid == pids
 
 
 class TestScopesShareNothing:
@@ -235,18 +228,9 @@ class TestAsynchronously:
         assert again.passages == ["a", "b", "c"]
         assert bool(again.get("awaited")) == (kind == "module that can be awaited")
 
-    async def test_a_retriever_that_blocks_runs_in_a_thread_and_ordering_does_not(self, orderer: Orderer) -> None:
-        threads: dict[str, int] = {}
-
-        def search(query: str) -> list[str]:
-            threads["search"] = threading.get_ident()
-            return query.split()
-
-        def key(passage: str) -> None:
-            threads["order"] = threading.get_ident()
-
-        await CacheOrderRetriever(search, orderer, key=key).acall("a")
-        assert threads["order"] == threading.get_ident() != threads["search"]
+    async def test_a_retriever_that_blocks_runs_in_a_thread(self, orderer: Orderer) -> None:
+        found = await CacheOrderRetriever(lambda query: [str(threading.get_ident())], orderer).acall("a")
+        assert found.passages != [str(threading.get_ident())]
 
 
 class RAG(dspy.Module):  # type: ignore[misc]

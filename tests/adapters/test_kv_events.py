@@ -324,42 +324,27 @@ class TestTheTableIsWhatTheEngineHolds:
         after = events.blocks.generation, events.blocks.epoch, events.counters.replays
         assert after == (*before[:2], before[2] + 1), "all was told: nobody need look at each block again"
 
-    def test_after_a_restart(self, server: Server, events: KVEventSubscriber) -> None:
-        server.store(blocks=3)
-        server.store()
+    @pytest.mark.parametrize(
+        ("lost", "heard"), [(0, 2), (0, 0), (3, 1)], ids=["told", "nothing said yet", "the next batch by number"]
+    )
+    def test_after_a_restart(self, server: Server, events: KVEventSubscriber, lost: int, heard: int) -> None:
+        for _ in range(3):
+            server.store(blocks=2)
         assert eventually(lambda: agrees(events, server))
         generation, epoch = events.blocks.generation, events.blocks.epoch
         server.restart()
-        server.store(blocks=2)
+        with server.losing():
+            for _ in range(lost):
+                server.store()
+        if lost:
+            server.wait_for_subscriber()
+        for _ in range(heard):
+            server.store()
         assert eventually(lambda: agrees(events, server))
+        assert len(events.blocks) == lost + heard
         assert troubles(events) == {"restarts"}
         assert events.blocks.generation > generation
         assert events.blocks.epoch == epoch + 1
-
-    def test_after_a_restart_as_an_engine_that_has_said_nothing_yet(
-        self, server: Server, events: KVEventSubscriber
-    ) -> None:
-        server.store()
-        assert eventually(lambda: agrees(events, server))
-        server.restart()
-        assert eventually(lambda: agrees(events, server))
-        assert len(events.blocks) == 0
-        assert troubles(events) == {"restarts"}
-
-    def test_if_the_first_batch_heard_after_a_restart_is_the_next_one_by_number(
-        self, server: Server, events: KVEventSubscriber
-    ) -> None:
-        for _ in range(3):
-            server.store()
-        assert eventually(lambda: agrees(events, server))
-        server.restart()
-        with server.losing():
-            for _ in range(3):
-                server.store()
-        server.wait_for_subscriber()
-        server.store()
-        assert eventually(lambda: agrees(events, server))
-        assert troubles(events) == {"restarts"}
 
     @pytest.mark.parametrize("seed", range(4))
     def test_whatever_happens_at_any_point(

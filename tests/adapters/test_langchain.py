@@ -455,40 +455,34 @@ class TestTheWrappedRetriever:
         assert len(retriever.invoke("?")) == 4
 
 
-class TestScope:
-    async def test_may_come_with_the_run(self, orderer: Recorder) -> None:
-        tenant = operator.itemgetter("tenant")
-        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, scope=tenant)
-        reorder = CacheOrderTransformer(orderer, scope=tenant)
-        for name in "ab":
-            config: RunnableConfig = {"metadata": {"tenant": name}}
-            retriever.invoke("abc: ?", config)
-            await retriever.ainvoke("abc: ?", config)
-            reorder.invoke(DOCUMENTS, config)
-            await reorder.ainvoke(DOCUMENTS, config)
-            reorder.batch([DOCUMENTS], config)
-            RunnablePassthrough.assign(documents=operator.itemgetter("found") | reorder).invoke(
-                {"found": DOCUMENTS}, config
-            )
-        assert [request.scope for request in orderer.requests] == ["a"] * 6 + ["b"] * 6
+async def test_a_scope_may_come_with_the_run(orderer: Recorder) -> None:
+    tenant = operator.itemgetter("tenant")
+    retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, scope=tenant)
+    reorder = CacheOrderTransformer(orderer, scope=tenant)
+    for name in "ab":
+        config: RunnableConfig = {"metadata": {"tenant": name}}
+        retriever.invoke("abc: ?", config)
+        await retriever.ainvoke("abc: ?", config)
+        reorder.invoke(DOCUMENTS, config)
+        await reorder.ainvoke(DOCUMENTS, config)
+        reorder.batch([DOCUMENTS], config)
+        assign = RunnablePassthrough.assign(documents=operator.itemgetter("found") | reorder)
+        assign.invoke({"found": DOCUMENTS}, config)
+    assert [request.scope for request in orderer.requests] == ["a"] * 6 + ["b"] * 6
 
 
-class TestTheStep:
-    async def test_stands_behind_any_retriever(self, orderer: Recorder) -> None:
-        chain = RunnableLambda(retrieve) | CacheOrderTransformer(orderer)
-        assert names(chain.invoke("abc: ?")) == "abc"
-        assert names(await chain.ainvoke("cba: ?")) == "abc"
-        assert list(map(names, chain.batch(["bca: ?", "acb: ?"]))) == ["abc", "abc"]
-        assert list(map(names, await chain.abatch(["bca: ?", "cab: ?"]))) == ["abc", "abc"]
-        assert [names(found) for found in chain.stream("cab: ?")] == ["abc"]
+async def test_the_step_follows_any_retriever(orderer: Recorder) -> None:
+    chain = RunnableLambda(retrieve) | CacheOrderTransformer(orderer)
+    assert names(chain.invoke("abc: ?")) == "abc"
+    assert names(await chain.ainvoke("cba: ?")) == "abc"
+    assert list(map(names, chain.batch(["bca: ?", "acb: ?"]))) == ["abc", "abc"]
+    assert list(map(names, await chain.abatch(["bca: ?", "cab: ?"]))) == ["abc", "abc"]
+    assert [names(found) for found in chain.stream("cab: ?")] == ["abc"]
 
 
-class TestWithoutAHandler:
-    def test_a_chain_with_callbacks_at_the_model_alone(self, orderer: Recorder) -> None:
-        handler = FeedbackHandler()
-        rag(orderer, Model(callbacks=[handler])).invoke("ab: #7")
-        assert orderer.outcomes == [NO_NUMBERS]
-        assert (handler.open_runs, handler.waiting_orderings) == (0, 0)
+def test_a_chain_with_callbacks_at_the_model_alone_has_no_numbers(orderer: Recorder, handler: FeedbackHandler) -> None:
+    rag(orderer, Model(callbacks=[handler])).invoke("ab: #7")
+    assert orderer.outcomes == [NO_NUMBERS]
 
 
 # ---------------------------------------------------------------- feedback
@@ -513,19 +507,16 @@ class TestReportedTokens:
         (chain | PROMPT | Model()).invoke({"question": "ab: #7"}, watched(handler))
         assert orderer.outcomes == [usage(7)]
 
-    def test_reach_each_ordering_of_fifty_concurrent_runs(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        config = watched(handler, max_concurrency=16)
-        rag(orderer, Model(delay_s=0.005)).batch(FIFTY, config)
-        self.check(orderer)
-
-    async def test_reach_each_ordering_of_fifty_concurrent_coroutines(
-        self, orderer: Recorder, handler: FeedbackHandler
+    @pytest.mark.parametrize("threads", [True, False])
+    async def test_reach_each_ordering_of_fifty_concurrent_runs(
+        self, orderer: Recorder, handler: FeedbackHandler, threads: bool
     ) -> None:
-        await rag(orderer, Model(delay_s=0.005)).abatch(FIFTY, watched(handler))
-        self.check(orderer)
-
-    def check(self, orderer: Recorder) -> None:
         """All retrieve the same documents, in orders of their own: the ranking says whose ordering it is."""
+        chain = rag(orderer, Model(delay_s=0.005))
+        if threads:
+            chain.batch(FIFTY, watched(handler, max_concurrency=16))
+        else:
+            await chain.abatch(FIFTY, watched(handler))
         assert dict(by_ranking(orderer)) == {question[:5]: usage(number) for number, question in enumerate(FIFTY)}
 
     @pytest.mark.parametrize("show", [plain, shouted])
@@ -652,32 +643,31 @@ class TestWhichCallAnOrderingBelongsTo:
         assert len({names(request.ordering.documents) for request in orderer.requests}) == 1
         assert by_ranking(orderer) == [(question[:3], usage(number)) for number, question in enumerate(questions)]
 
-    def test_the_one_with_all_its_documents_and_not_with_more(
-        self, orderer: Recorder, handler: FeedbackHandler, retriever: Any
+    @pytest.mark.parametrize(
+        ("asked", "prompts", "outcomes"),
+        [
+            # All its documents and no more: what one has retrieved is part of what the other one has.
+            (["ab", "abc"], [("abc", 3), ("ab", 2)], [usage(2), usage(3)]),
+            # Two retrievers into one prompt: what the engine had cached says something of the first one's documents.
+            (["abc", "def"], [("defabc", 7)], [NO_NUMBERS, usage(7)]),
+            # Documents in another order are not those of the ordering.
+            (["abc"], [("cba", 99), ("abc", 7)], [usage(7)]),
+        ],
+        ids=["no more", "foremost", "order"],
+    )
+    def test_the_one_that_begins_with_its_documents_in_their_order(
+        self, orderer: Recorder, handler: FeedbackHandler, retriever: Any, asked: Any, prompts: Any, outcomes: Any
     ) -> None:
-        """Side by side in one node: what one has retrieved is part of what the other one has."""
-        model = Model()
+        """Side by side in one node."""
 
         def work(_: str, config: RunnableConfig) -> None:
-            few, many = retriever.invoke("ab: ?", config), retriever.invoke("abc: ?", config)
-            model.invoke(f"{plain(many)} #3", config)
-            model.invoke(f"{plain(few)} #2", config)
+            for each in asked:
+                retriever.invoke(f"{each}: ?", config)
+            for shown, number in prompts:
+                Model().invoke(f"{plain([BY_ID[name] for name in shown])} #{number}", config)
 
         RunnableLambda(work).invoke("go", watched(handler))
-        assert orderer.outcomes == [usage(2), usage(3)]
-
-    def test_the_foremost_of_several_has_the_numbers(
-        self, orderer: Recorder, handler: FeedbackHandler, retriever: Any
-    ) -> None:
-        """Two retrievers into one prompt: what the engine had cached says something of the first one's documents."""
-        model = Model()
-
-        def work(_: str, config: RunnableConfig) -> None:
-            second, first = retriever.invoke("abc: ?", config), retriever.invoke("def: ?", config)
-            model.invoke(f"{plain(first)}\n{plain(second)} #7", config)
-
-        RunnableLambda(work).invoke("go", watched(handler))
-        assert orderer.outcomes == [NO_NUMBERS, usage(7)]
+        assert orderer.outcomes == outcomes
 
     def test_the_first_of_several_with_the_same_documents(
         self, orderer: Recorder, handler: FeedbackHandler, retriever: Any
@@ -725,24 +715,6 @@ class TestWhichCallAnOrderingBelongsTo:
         calls = RunnableParallel(one=RunnableLambda(lambda prompt: f"{prompt} #1") | first, two=late, three=early)
         (retriever | plain | calls).invoke("abc: ?", watched(handler))
         assert orderer.outcomes == [usage(1)]
-
-    def test_the_only_one_if_the_prompt_shows_the_documents_otherwise(
-        self, orderer: Recorder, handler: FeedbackHandler
-    ) -> None:
-        rag(orderer, Model(), shouted).invoke("ab: #7", watched(handler))
-        assert orderer.outcomes == [usage(7)]
-
-    def test_not_one_with_its_documents_in_another_order(
-        self, orderer: Recorder, handler: FeedbackHandler, retriever: Any
-    ) -> None:
-
-        def work(question: str, config: RunnableConfig) -> None:
-            found = retriever.invoke(question, config)
-            Model().invoke(f"{plain(found[::-1])} #99", config)
-            Model().invoke(f"{plain(found)} #7", config)
-
-        RunnableLambda(work).invoke("abc: ?", watched(handler))
-        assert orderer.outcomes == [usage(7)]
 
     def test_not_one_that_is_anothers(self, orderer: Recorder, handler: FeedbackHandler, retriever: Any) -> None:
         """Of what the other retriever found, the prompt shows nothing that could be recognised."""

@@ -8,7 +8,6 @@ import gc
 import json
 import pickle
 import re
-import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,9 +39,6 @@ from support.network import local_connections_only  # noqa: F401
 from ragorder import Orderer
 from ragorder.adapters.llama_index import CacheOrderPostprocessor, CacheOrderRetriever, FeedbackHandler
 
-needs_asynchronous_postprocessors = pytest.mark.skipif(
-    not hasattr(CacheOrderPostprocessor, "apostprocess_nodes"), reason="postprocessors are synchronous here"
-)
 EXAMPLE = Path(__file__).parents[2] / "examples" / "llama_index_query_engine.py"
 
 
@@ -165,55 +161,24 @@ class TestRetrieverContract(_LlamaIndexContract):
         pytest.skip("LlamaIndex's own retrievers refuse other objects")
 
 
-class TestNodesArePutInOrder:
-    def test_nothing_of_a_node_changes_and_nothing_of_the_list_that_was_given(self, orderer: Orderer) -> None:
-        postprocessor = CacheOrderPostprocessor(orderer)
-        postprocessor.postprocess_nodes(found("a", "b", "c"))
-        nodes = found("c", "b", "a", metadata={"page": 3})
-        given = list(nodes)
-        before = {node.node_id: node.model_dump_json() for node in nodes}
-        ordered = postprocessor.postprocess_nodes(nodes)
-        assert {node.node_id: node.model_dump_json() for node in ordered} == before
-        assert list(map(id, nodes)) == list(map(id, given))
-
-    def test_nodes_without_score_and_without_text_are_ordered_like_others(self, orderer: Orderer) -> None:
-        postprocessor = CacheOrderPostprocessor(orderer)
-        images = [NodeWithScore(node=ImageNode(id_=name, image_url=f"http://localhost/{name}")) for name in "abc"]
-        postprocessor.postprocess_nodes(found("x") + images)
-        ordered = postprocessor.postprocess_nodes([images[1], images[0], *found("x"), images[2]])
-        assert names(ordered)[0] == "x"
-        assert orderer.fallbacks == 0
-        assert Counter(names(ordered)) == Counter("xabc")
-
-    @needs_asynchronous_postprocessors
-    async def test_the_asynchronous_path_gives_the_same_without_a_thread(self, orderer: Orderer) -> None:
-        threads: list[int] = []
-        postprocessor = CacheOrderPostprocessor(orderer, key=lambda node: threads.append(threading.get_ident()))
-        await postprocessor.apostprocess_nodes(found("a", "b", "c"), query_str="?")
-        assert names(await postprocessor.apostprocess_nodes(found("c", "b", "a"))) == ["a", "b", "c"]
-        assert set(threads) == {threading.get_ident()}
+def test_nodes_without_score_and_without_text_are_ordered_like_others(orderer: Orderer) -> None:
+    postprocessor = CacheOrderPostprocessor(orderer)
+    images = [NodeWithScore(node=ImageNode(id_=name, image_url=f"http://localhost/{name}")) for name in "abc"]
+    postprocessor.postprocess_nodes(found("x") + images)
+    ordered = postprocessor.postprocess_nodes([images[1], images[0], *found("x"), images[2]])
+    assert names(ordered)[0] == "x"
+    assert orderer.fallbacks == 0
+    assert Counter(names(ordered)) == Counter("xabc")
 
 
-class TestANodeIsKnownByItsIdAndWhatTheModelIsShown:
-    def order(self, postprocessor: CacheOrderPostprocessor, *requests: list[NodeWithScore]) -> list[str]:
-        for request in requests:
-            nodes = postprocessor.postprocess_nodes(request)
-        return names(nodes)
-
-    @pytest.mark.parametrize(("hidden", "expected"), [([], ["b", "a"]), (["seen"], ["a", "b"])])
-    def test_metadata_belong_to_the_text_if_the_model_sees_them(
-        self, orderer: Orderer, hidden: list[str], expected: list[str]
-    ) -> None:
-        changed = found("b", "a", metadata={"seen": "today"}, excluded_llm_metadata_keys=hidden)
-        assert self.order(CacheOrderPostprocessor(orderer), found("a", "b"), changed) == expected
-
-    def test_equal_texts_under_other_ids_are_other_nodes_unless_key_says_the_same_of_them(
-        self, orderer: Orderer
-    ) -> None:
-        again = [NodeWithScore(node=TextNode(id_=name.upper(), text=f"the text of {name}.")) for name in "ba"]
-        assert self.order(CacheOrderPostprocessor(orderer), found("a", "b"), again) == ["B", "A"]
-        by_name = CacheOrderPostprocessor(Orderer(block_size=1), key=lambda node: node.node_id.lower())
-        assert self.order(by_name, found("a", "b"), again) == ["A", "B"]
+@pytest.mark.parametrize(("hidden", "expected"), [([], ["b", "a"]), (["seen"], ["a", "b"])])
+def test_metadata_belong_to_the_text_if_the_model_sees_them(
+    orderer: Orderer, hidden: list[str], expected: list[str]
+) -> None:
+    postprocessor = CacheOrderPostprocessor(orderer)
+    postprocessor.postprocess_nodes(found("a", "b"))
+    changed = found("b", "a", metadata={"seen": "today"}, excluded_llm_metadata_keys=hidden)
+    assert names(postprocessor.postprocess_nodes(changed)) == expected
 
 
 class TestScopesShareNothing:
@@ -520,7 +485,7 @@ def streaming(recorder: Recorder, llm: Any, **options: Any) -> Any:
 class TestStreamedAnswers:
     """They are finished when they have been served, with what stands at their end."""
 
-    def test_report_at_their_end_and_not_before(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
+    async def test_report_at_their_end_and_not_before(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
         response: Any = streaming(recorder, Streaming()).query("a b")
         assert recorder.finished == []
         pieces = iter(response.response_gen)
@@ -528,15 +493,12 @@ class TestStreamedAnswers:
         assert recorder.finished == []
         assert shown(text + "".join(pieces)) == ["a", "b"]
         assert recorder.finished == [(True, 32, 57, 50)]
+        response = await streaming(recorder, Streaming()).aquery("a b")
+        assert len(recorder.finished) == 1
+        assert shown("".join([piece async for piece in response.response_gen])) == ["a", "b"]
+        assert recorder.finished == [(True, 32, 57, 50)] * 2
         assert not feedback.open_spans and not feedback.open_answers
         assert recorder.degraded == []
-
-    async def test_report_to_coroutines_too(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
-        response: Any = await streaming(recorder, Streaming()).aquery("a b")
-        assert recorder.finished == []
-        assert shown("".join([piece async for piece in response.response_gen])) == ["a", "b"]
-        assert recorder.finished == [(True, 32, 57, 50)]
-        assert not feedback.open_spans and not feedback.open_answers
 
     def test_without_usage_count_and_degrade_the_orderer(self, recorder: Recorder) -> None:
         response: Any = streaming(recorder, Streaming().model_copy(update={"include_usage": False})).query("a")

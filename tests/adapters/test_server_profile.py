@@ -227,7 +227,7 @@ class TestAwaited:
         PROFILE.to_file(tmp_path / "p.json")
         settings = TierSettings(host_bytes=1, profile=tmp_path / "p.json")
         assert prefill_costs(settings, {"ragorder_profile": KEY}) == PROFILE
-        with pytest.raises(ValueError, match=r"q\.json"):
+        with pytest.raises(ValueError, match=r"q\.json: No such file"):
             prefill_costs(TierSettings(host_bytes=1, profile=tmp_path / "q.json"), {})
 
     def test_has_another_key_for_another_engine(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,29 +274,18 @@ class TestSettings:
             ({"number_by_place": True, "template": "<d>{text}</d>"}, "number_by_place needs"),
             ({"keep_frist": 1}, "did you mean 'keep_first'"),
             ({"shared_orders": "http://127.0.0.1"}, "shared_orders: not a URL"),
+            ("nowhere.toml", "there is no file"),
+            ("broken.toml", "broken.toml"),
         ],
     )
     def test_that_are_wrong_end_the_servers_start(
-        self, application: Application, caplog: pytest.LogCaptureFixture, options: dict[str, Any], said: str
+        self, application: Application, monkeypatch: Any, caplog: Any, tmp_path: Path, options: Any, said: str
     ) -> None:
+        if isinstance(options, str):
+            (tmp_path / "broken.toml").write_text("keep_first =")
+            monkeypatch.setenv("RAGORDER_CONFIG", str(tmp_path / options))
+            options = {"shadow": False}
         start_in_vain(application.app(**options))
-        assert said in caplog.text
-
-    @pytest.mark.parametrize(("content", "said"), [(None, "there is no file"), ("keep_first =", "ragorder.toml")])
-    def test_so_does_a_file_that_cannot_be_read(
-        self,
-        application: Application,
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
-        tmp_path: Path,
-        content: str | None,
-        said: str,
-    ) -> None:
-        file = tmp_path / "ragorder.toml"
-        if content is not None:
-            file.write_text(content)
-        monkeypatch.setenv("RAGORDER_CONFIG", str(file))
-        start_in_vain(application.app(shadow=False))
         assert said in caplog.text
 
     def test_that_are_wrong_answer_nothing_without_a_lifespan(self, application: Application) -> None:

@@ -89,15 +89,6 @@ class TestSettings:
         with pytest.raises(ValueError, match="ragorder tiers config"):
             TierSettings.from_extra_config({"cpu_bytes_to_use": 1})
 
-    def test_a_profile_is_read_where_the_engine_runs(self, tmp_path: Path) -> None:
-        profile = PrefillProfile((0,), (1, 100), ((0.001, 0.1),))
-        profile.to_file(tmp_path / "profile.json")
-        settings = TierSettings(host_bytes=1, profile=tmp_path / "profile.json")
-        assert settings.prefill_profile() == profile
-        with pytest.raises(ValueError, match=r"none\.json: No such file"):
-            TierSettings(host_bytes=1, profile=tmp_path / "none.json").prefill_profile()
-        assert TierSettings(host_bytes=1).prefill_profile().cost(0, 10) > 0
-
     def test_needs_neither_vllm_nor_torch(self, python: Any) -> None:
         code = (
             "from ragorder.adapters.vllm_tiers import TierSettings, check_vllm\n"

@@ -425,36 +425,26 @@ def broken() -> CompiledGraph:
 
 class TestShared:
     def test_is_closed_with_its_server(self) -> None:
-        servers: list[PlainServer] = []
-
-        def make() -> PlainServer:
-            servers.append(PlainServer())
-            return servers[0]
-
-        with SharedWorkflows(make) as shared:
+        server = PlainServer()
+        with SharedWorkflows(lambda: server) as shared:
             assert shared.run(one_shot().compile(), "a").text == "the answer"
-            assert not servers[0].closed
-        assert servers[0].closed
+            assert not server.closed
+        assert server.closed
         shared.close()
         with pytest.raises(RuntimeError, match="the shared workflow server is closed"):
             shared.run(one_shot().compile(), "a")
 
     async def test_serves_another_event_loop_and_is_cancelled_from_it(self) -> None:
-        servers: list[PlainServer] = []
-
-        def make() -> PlainServer:
-            servers.append(PlainServer())
-            servers[0].free.clear()
-            return servers[0]
-
-        shared = SharedWorkflows(make)
+        server = PlainServer()
+        server.free.clear()
+        shared = SharedWorkflows(lambda: server)
         try:
             running = asyncio.create_task(shared.arun(one_shot().compile(), "a"))
-            assert await asyncio.to_thread(servers[0].started.wait, 60)
+            assert await asyncio.to_thread(server.started.wait, 60)
             running.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await running
-            assert servers[0].engine.sent == []
+            assert server.engine.sent == []
         finally:
             await asyncio.to_thread(shared.close)
 
@@ -477,22 +467,38 @@ class TestShared:
         assert threading.active_count() == before
 
 
-class TestLangGraph:
-    def test_a_node(self, workflows: SharedWorkflows) -> None:
-        graphs = pytest.importorskip("langgraph.graph")
-        from ragorder.adapters.workflows.langchain import workflow_node
+@pytest.fixture
+def langchain() -> Any:
+    pytest.importorskip("langchain_core")
+    from ragorder.adapters.workflows import langchain
 
-        class Asked(TypedDict, total=False):
-            question: str
-            answer: str
-            found: list[str]
+    return langchain
+
+
+@pytest.fixture
+def component() -> Any:
+    pytest.importorskip("haystack")
+    from ragorder.adapters.workflows.haystack import WorkflowComponent
+
+    return WorkflowComponent
+
+
+class Asked(TypedDict, total=False):
+    question: str
+    answer: str
+    found: list[str]
+
+
+class TestLangGraph:
+    def test_a_node(self, workflows: SharedWorkflows, langchain: Any) -> None:
+        graphs = pytest.importorskip("langgraph.graph")
 
         def update(result: WorkflowResult) -> dict[str, Any]:
             return {"found": [document.id for document in result.state["docs"]]}
 
         builder = graphs.StateGraph(Asked)
-        builder.add_node("answer", workflow_node(workflows, hyde().compile()))
-        again = workflow_node(
+        builder.add_node("answer", langchain.workflow_node(workflows, hyde().compile()))
+        again = langchain.workflow_node(
             workflows, one_shot(topk=2).compile(), question=lambda state: f"{state['answer']} d", answer=update
         )
         builder.add_node("again", again)
@@ -504,22 +510,15 @@ class TestLangGraph:
         assert app.invoke({"question": "b"}) == expected
         assert asyncio.run(app.ainvoke({"question": "b"})) == expected
 
-    async def test_the_answer_is_streamed_as_messages(self, search: ContinuousIVF) -> None:
+    async def test_the_answer_is_streamed_as_messages(self, workflows: SharedWorkflows, langchain: Any) -> None:
         graphs = pytest.importorskip("langgraph.graph")
-        from ragorder.adapters.workflows.langchain import workflow_node
-
-        class Asked(TypedDict, total=False):
-            question: str
-            answer: str
-
-        with SharedWorkflows(lambda: make_server(search)) as workflows:
-            builder = graphs.StateGraph(Asked)
-            builder.add_node("research", workflow_node(workflows, hyde(topk=3).compile()))
-            builder.add_edge(graphs.START, "research")
-            app = builder.add_edge("research", graphs.END).compile()
-            modes = ["messages", "values"]
-            events = list(app.stream({"question": "b"}, stream_mode=modes))
-            later = [event async for event in app.astream({"question": "b"}, stream_mode=modes)]
+        builder = graphs.StateGraph(Asked)
+        builder.add_node("research", langchain.workflow_node(workflows, hyde(topk=3).compile()))
+        builder.add_edge(graphs.START, "research")
+        app = builder.add_edge("research", graphs.END).compile()
+        modes = ["messages", "values"]
+        events = list(app.stream({"question": "b"}, stream_mode=modes))
+        later = [event async for event in app.astream({"question": "b"}, stream_mode=modes)]
         for streamed in (events, later):
             texts = [part.text for mode, value in streamed if mode == "messages" for part in value[:1]]
             whole = streamed[-1][1]["answer"]
@@ -527,14 +526,11 @@ class TestLangGraph:
             nodes = {value[1]["langgraph_node"] for mode, value in streamed if mode == "messages"}
             assert nodes == {"research"}
 
-    def test_inputs_and_scope_come_from_the_state(self) -> None:
-        pytest.importorskip("langchain_core")
-        from ragorder.adapters.workflows.langchain import workflow_node
-
+    def test_inputs_and_scope_come_from_the_state(self, langchain: Any) -> None:
         graph = RAGraph("styled", inputs=["style"]).add_generation("a", prompt="{query} in {style}")
         server = PlainServer()
         with SharedWorkflows(lambda: server) as workflows:
-            node = workflow_node(
+            node = langchain.workflow_node(
                 workflows,
                 graph.add_edge(START, "a").add_edge("a", END).compile(),
                 inputs=["style"],
@@ -548,73 +544,54 @@ class TestLangGraph:
 
 
 class TestLangChain:
-    def test_a_retriever(self, workflows: SharedWorkflows) -> None:
-        pytest.importorskip("langchain_core")
-        from ragorder.adapters.workflows.langchain import WorkflowRetriever
-
-        retriever = WorkflowRetriever(workflows=workflows, graph=one_shot(topk=2).compile())
+    def test_a_retriever(self, workflows: SharedWorkflows, langchain: Any) -> None:
+        retriever = langchain.WorkflowRetriever(workflows=workflows, graph=one_shot(topk=2).compile())
         for found in (retriever.invoke("c"), asyncio.run(retriever.ainvoke("c"))):
             assert [(each.id, each.page_content, each.metadata) for each in found] == [
                 (document.id, document.text, document.metadata) for document in (DOCUMENTS[2], DOCUMENTS[0])
             ]
 
-    def test_generates_no_answer_for_nobody(self, search: ContinuousIVF) -> None:
-        pytest.importorskip("langchain_core")
-        from ragorder.adapters.workflows.langchain import WorkflowRetriever
-
+    def test_generates_no_answer_for_nobody(self, search: ContinuousIVF, langchain: Any) -> None:
         engine = Reader()
         with SharedWorkflows(lambda: make_server(search, engine, warm_up=False)) as workflows:
-            retriever = WorkflowRetriever(workflows=workflows, graph=hyde(topk=2).compile())
+            retriever = langchain.WorkflowRetriever(workflows=workflows, graph=hyde(topk=2).compile())
             found = [[each.id for each in retriever.invoke(f"{name} {number}")] for number, name in enumerate("abcde")]
         assert all(len(each) == 2 for each in found) and [shown(request) for request in engine.requests] == [""] * 5
 
-    def test_converts_other_documents(self, workflows: SharedWorkflows) -> None:
-        documents = pytest.importorskip("langchain_core.documents")
-        from ragorder.adapters.workflows.langchain import WorkflowRetriever
-
-        retriever = WorkflowRetriever(
+    def test_converts_other_documents(self, workflows: SharedWorkflows, langchain: Any) -> None:
+        retriever = langchain.WorkflowRetriever(
             workflows=workflows,
             graph=one_shot(topk=1).compile(),
-            convert=lambda document: documents.Document(f"<{document.id}>"),
+            convert=lambda document: langchain.Document(f"<{document.id}>"),
         )
         assert [each.page_content for each in retriever.invoke("e")] == ["<e>"]
 
 
 class TestHaystack:
-    def test_a_component(self, workflows: SharedWorkflows) -> None:
-        haystack = pytest.importorskip("haystack")
-        from ragorder.adapters.workflows.haystack import WorkflowComponent
-
-        component = WorkflowComponent(workflows, irg(topk=2, rounds=2).compile(), scope="tenant")
-        pipeline = haystack.Pipeline()
-        pipeline.add_component("research", component)
-        outputs = (pipeline.run({"research": {"query": "f"}})["research"], asyncio.run(component.run_async("f")))
+    def test_a_component(self, workflows: SharedWorkflows, component: Any) -> None:
+        made = component(workflows, irg(topk=2, rounds=2).compile(), scope="tenant")
+        pipeline = pytest.importorskip("haystack").Pipeline()
+        pipeline.add_component("research", made)
+        outputs = (pipeline.run({"research": {"query": "f"}})["research"], asyncio.run(made.run_async("f")))
         for output in outputs:
             assert output["replies"] == ["a f"]
             assert [(each.id, each.content, each.meta) for each in output["documents"]] == [
                 (document.id, document.text, document.metadata) for document in (DOCUMENTS[5], DOCUMENTS[0])
             ]
 
-    def test_a_scope_of_its_own_replaces_the_components(self) -> None:
-        pytest.importorskip("haystack")
-        from ragorder.adapters.workflows.haystack import WorkflowComponent
-
+    def test_a_scope_of_its_own_replaces_the_components(self, component: Any) -> None:
         server = PlainServer()
         with SharedWorkflows(lambda: server) as workflows:
-            component = WorkflowComponent(workflows, one_shot().compile(), scope="tenant")
-            component.run("a")
-            component.run("a", scope="")
-            asyncio.run(component.run_async("a", scope=""))
+            made = component(workflows, one_shot().compile(), scope="tenant")
+            made.run("a")
+            made.run("a", scope="")
+            asyncio.run(made.run_async("a", scope=""))
         assert server.scopes == ["tenant", "", ""]
 
-    def test_is_not_serialised(self, workflows: SharedWorkflows) -> None:
-        pytest.importorskip("haystack")
-        from haystack.core.errors import SerializationError
-
-        from ragorder.adapters.workflows.haystack import WorkflowComponent
-
-        with pytest.raises(SerializationError, match="a server in this process"):
-            WorkflowComponent(workflows, one_shot().compile()).to_dict()
+    def test_is_not_serialised(self, workflows: SharedWorkflows, component: Any) -> None:
+        errors = pytest.importorskip("haystack.core.errors")
+        with pytest.raises(errors.SerializationError, match="a server in this process"):
+            component(workflows, one_shot().compile()).to_dict()
 
 
 @pytest.mark.slow

@@ -6,7 +6,9 @@ A new adapter is one folder or file, and a subclass here with its five hooks.
 from __future__ import annotations
 
 import asyncio
+import copy
 import pickle
+import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -126,15 +128,17 @@ class FrameworkContract(ABC):
 
     @inherited
     @given(REQUESTS)
-    def test_the_same_objects_come_back_each_as_often_as_given(self, requests: list[list[str]]) -> None:
+    def test_the_same_objects_come_back_unchanged_each_as_often_as_given(self, requests: list[list[str]]) -> None:
         adapter = self.adapter(Orderer(block_size=1, strict=True))
-        known = dict(zip("abcdefg", self.found(*"abcdefg"), strict=True))
+        known = dict(zip("abcdefg", self.found(*"abcdefg", source="book"), strict=True))
+        before = copy.deepcopy(known)
         for request in requests:
             documents = [known[name] for name in request]
             given_documents = list(documents)
             ordered = self.order(adapter, documents)
             assert Counter(map(id, ordered)) == Counter(map(id, given_documents))
             assert list(map(id, documents)) == list(map(id, given_documents))
+        assert known == before
 
     @inherited
     @given(REQUESTS)
@@ -152,10 +156,12 @@ class FrameworkContract(ABC):
         assert self.order(adapter, []) == await self.aorder(adapter, []) == []
         assert orderer.fallbacks == 0
 
-    async def test_the_asynchronous_path_gives_the_same(self, orderer: Orderer) -> None:
-        adapter = self.adapter(orderer)
+    async def test_the_asynchronous_path_gives_the_same_without_a_thread(self, orderer: Orderer) -> None:
+        threads: list[int] = []
+        adapter = self.adapter(orderer, key=lambda document: threads.append(threading.get_ident()))
         assert self.texts(await self.aorder(adapter, self.found(*"abc"))) == self.expected(*"abc")
         assert self.texts(await self.aorder(adapter, self.found(*"dcba"))) == self.expected(*"abcd")
+        assert set(threads) == {threading.get_ident()}
 
     def test_changed_text_under_an_old_id_is_another_document(self, orderer: Orderer) -> None:
         adapter = self.adapter(orderer)
