@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, NoReturn, TypeVar, overload
 
 from ragorder.common.counts import reported_count
 from ragorder.common.lock import run_or_defer
@@ -14,6 +14,7 @@ from ragorder.trie.residency import Lease
 if TYPE_CHECKING:
     from ragorder.clouds.prices import Cost
     from ragorder.clouds.request import CloudRequest
+    from ragorder.trie.tail import Tail
 
 D = TypeVar("D")
 
@@ -63,11 +64,6 @@ class CloudOutcome(RequestOutcome):
         return self.paid
 
 
-class Forecast(Protocol):
-    def expected_uses(self, keys: Sequence[Hashable]) -> Sequence[float]:
-        """Return the expected requests with the first document, the first two, …, or nothing."""
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class Ordering(Generic[D]):
     """A request's documents in prompt order. Call `confirm` after the answer, `discard` after a failure.
@@ -97,7 +93,7 @@ class Ordering(Generic[D]):
     _finish: Callable[[Any, RequestOutcome], None] | None = None
     _lease: object = None
     documents_end: int = 0
-    _forecast: Forecast | None = None
+    _forecast: Tail | None = None
     _keys: Sequence[Hashable] = ()
     host_tokens: int = field(default=0, init=False)
     disk_tokens: int = field(default=0, init=False)

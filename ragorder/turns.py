@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from string import Formatter
 from typing import Any
 
 from ragorder.clouds import PromptParts, openai_content
@@ -15,11 +17,8 @@ from ragorder.conversation import (
     OrdersTurns,
     Repeat,
     Turn,
-    appears_in,
-    check_reference,
     digest_of,
-    name_in,
-    openings_after,
+    opening_of,
     read_history,
     segments_of,
     texts_of,
@@ -184,7 +183,7 @@ def make_turn(
         raise ValueError(f"repeat must be 'name' or 'send', got {repeat!r}")
     if rebase is not None and repeat != "name":
         raise ValueError("rebase names the documents of all turns: it needs repeat='name'")
-    check_reference(reference)
+    _check_reference(reference)
     earlier = None if rebase is None else read_earlier(rebase)
     given = list(documents)
     messages, front = read_history(history, form)
@@ -244,9 +243,8 @@ class _TurnMaker:
 
     def _rebase(self, text: str, given: list[Document], earlier: list[Document], appended: _Place) -> Turn | None:
         form = self.form
-        openings = openings_after(form, self.reference)
         asked, before = (list(map(self._in_message, documents)) for documents in (given, earlier))
-        layout = rebase_messages(self.messages, asked, before, system=self._system, openings=openings)
+        layout = rebase_messages(self.messages, asked, before, system=self._system, openings=self._openings)
         if layout is None:
             return None
         first, *others = [*layout.messages, self._message(form.escape(self._names(given) + text))]
@@ -273,6 +271,12 @@ class _TurnMaker:
         form = self.form
         return f"{form.system}\n\n" if form.system and not form.system_role else ""
 
+    @property
+    def _openings(self) -> tuple[str, ...]:
+        """The texts that may directly follow a document; empty if any text may."""
+        openings = (*self.form.openings, opening_of(self.reference))
+        return openings if all(openings) else ()
+
     def _content(self, ordering: Ordering[Document], asked: str) -> str | list[dict[str, Any]]:
         form, texts = self.form, list(map(self.form.document_text, ordering.documents))
         if ordering.cloud is None or ordering.cloud.model.rules.resume != "marks":
@@ -298,18 +302,53 @@ class _TurnMaker:
         return Estimate(tokens) if self.form.estimated else tokens
 
     def _names(self, documents: Iterable[Document]) -> str:
-        return "".join(name_in(self.reference, each) for each in documents)
+        return "".join(_name_in(self.reference, each) for each in documents)
 
     def _repeated(self, given: Sequence[Document]) -> list[Document]:
         bearers = [message for message in self.messages if message.get("role") in _BEARERS]
         texts = [text for message in bearers for text in texts_of(message)]
-        openings = openings_after(self.form, self.reference)
-        return [each for each in given if appears_in(self.form, each, self.reference, texts, openings)]
+        openings = self._openings
+        return [each for each in given if _appears_in(self.form, each, self.reference, texts, openings)]
 
     def _in_message(self, document: Document) -> DocumentInMessage:
         form = self.form
-        texts = form.document_text(document), form.header(document), name_in(self.reference, document)
+        texts = form.document_text(document), form.header(document), _name_in(self.reference, document)
         return DocumentInMessage(document, *map(form.escape, texts))
+
+
+def _appears_in(
+    form: MessageFormat, document: Document, reference: str, texts: Sequence[str], openings: tuple[str, ...]
+) -> bool:
+    text, name = form.escape(form.document_text(document)), form.escape(_name_in(reference, document))
+    header = form.escape(form.header(document))
+    # Without a header the text may be a part of another document.
+    if not text.strip() or not header.strip() or not text.startswith(header):
+        return False
+    for content in reversed(texts):
+        place = content.rfind(header)
+        # Skip places where the document is only named; its text is further above.
+        while place >= 0 and content.startswith(name, place) and not content.startswith(text, place):
+            place = content.rfind(header, 0, place + len(header) - 1)
+        if place >= 0:
+            end = place + len(text)
+            whole = end == len(content) or not openings or content.startswith(openings, end)
+            return whole and content.startswith(text, place)
+    return False
+
+
+def _name_in(reference: str, document: Document) -> str:
+    return reference.format(id=document.id, title=str(document.metadata.get("title", "")))
+
+
+@lru_cache(maxsize=64)
+def _check_reference(reference: str) -> None:
+    try:
+        fields = {name for _, name, *_ in Formatter().parse(reference) if name is not None}
+        reference.format(id="", title="")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"reference: {error}; it may use {{id}} and {{title}}") from None
+    if "id" not in fields and "title" not in fields:
+        raise ValueError(f"reference must name the document by {{id}} or {{title}}: {reference!r}")
 
 
 def _prepend(text: str, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:

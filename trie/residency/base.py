@@ -45,7 +45,9 @@ class Residency(Protocol):
 
     def refresh(self, requested: RequestedDocuments | None = None) -> None: ...
 
-    def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease: ...
+    def lease(
+        self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = (), turn: TurnEnd | None = None
+    ) -> Lease: ...
 
     def release(
         self,
