@@ -139,7 +139,10 @@ class PromptBuilder:
         self._head, self._tail, self._system_role = frame
         self.shown = frozenset(_fields(document_template))
         self._cache: LRUCache[_Segment] = LRUCache(cached_documents, _KEPT_BYTES)
-        self._filler = self._find_filler() if align_to is not None else 0
+        newline = self._tokenizer.encode("\n") if self._tokenizer and align_to else [0]
+        if not newline:
+            raise ValueError("align_to: the tokenizer has no token for a newline to pad with")
+        self._filler = newline[-1]
         ids, padding = self._encode(self._head)
         self._head, self._head_ids = self._head + "\n" * padding, tuple(ids)
 
@@ -163,11 +166,8 @@ class PromptBuilder:
 
         Long texts are counted in pieces, each with an error of one or two tokens.
         """
-        text = self._render(document)
-        if self._tokenizer is None:
-            return estimate_tokens(text)
-        tokens = sum(len(self._tokenizer.encode(piece)) for piece in split_text(text))
-        return tokens + (-tokens % self._align_to if self._align_to else 0)
+        tokens = self._count(self._render(document))
+        return tokens + -tokens % self._align_to if self._align_to else tokens
 
     @property
     def prefix_ids(self) -> Sequence[int]:
@@ -328,16 +328,12 @@ class PromptBuilder:
             key = content_key(self.label_of(document), key)
         segment = self._cache.get(key)
         if segment is None:
-            segment = self._make_segment(document)
+            text = self._render(document)
+            ids, padding = self._encode(text)
+            tokens = len(ids) if self._tokenizer else estimate_tokens(text)
+            segment = _Segment(tokens, array("q", ids).tobytes(), padding)
             self._cache.put(key, segment, len(segment.ids) + _ENTRY_BYTES)
         return segment
-
-    def _make_segment(self, document: Document) -> _Segment:
-        text = self._render(document)
-        if self._tokenizer is None:
-            return _Segment(estimate_tokens(text))
-        ids, padding = self._encode(text)
-        return _Segment(len(ids), array("q", ids).tobytes(), padding)
 
     def _question(self, query: str, ordered: Sequence[Document], ranking: Sequence[int]) -> str:
         question = self._question_template.format(query=query)
@@ -353,13 +349,6 @@ class PromptBuilder:
         ids = self._tokenizer.encode(text)
         missing = -len(ids) % self._align_to if self._align_to else 0
         return ids + [self._filler] * missing, missing
-
-    def _find_filler(self) -> int:
-        assert self._tokenizer is not None
-        ids = self._tokenizer.encode("\n")
-        if not ids:
-            raise ValueError("align_to: the tokenizer has no token for a newline to pad with")
-        return ids[-1]
 
 
 def _fields(template: str) -> set[str]:

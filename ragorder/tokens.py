@@ -81,11 +81,11 @@ class SegmentTokenizer:
         user = {"role": "user", "content": PLACEHOLDER}
         system_role = True
         try:
-            rendered = self._render([{"role": "system", "content": system}, user] if system else [user])
+            rendered = self._render(system, user)
         except Exception:
             # Some templates (Gemma's, Mistral's first) have no system role.
             system_role = False
-            rendered = self._render([{"role": "user", "content": f"{system}\n\n{PLACEHOLDER}"}])
+            rendered = self._render("", {"role": "user", "content": f"{system}\n\n{PLACEHOLDER}"})
         before, slot, after = rendered.partition(PLACEHOLDER)
         if not slot or PLACEHOLDER in after:
             raise ValueError("the tokenizer's chat template must show the user's message exactly once")
@@ -99,15 +99,16 @@ class SegmentTokenizer:
         roles = ["user", "assistant", "user"]
         messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
         try:
-            rendered = self._render([{"role": "system", "content": system}, *messages] if system else messages)
+            rendered = self._render(system, *messages)
         except Exception:
             return ""
         _, answered, rest = rendered.partition(said[1])
         between, again, _ = rest.partition(said[2])
         return between if answered and again else ""
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        rendered: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    def _render(self, system: str, *messages: dict[str, str]) -> str:
+        shown = [{"role": "system", "content": system}, *messages] if system else [*messages]
+        rendered: str = self._tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=True)
         return rendered
 
 

@@ -10,7 +10,7 @@ from itertools import count
 from typing import NamedTuple
 
 from ragorder.trie.search import Permits
-from ragorder.trie.tree import Key, KnowledgeTree, Node
+from ragorder.trie.tree import Key, KnowledgeTree, Node, children_among
 
 _KEPT_SEGMENTS = 32_768
 
@@ -253,9 +253,8 @@ def find_below(
     stack: list[tuple[Node, list[int]]] = [(top, [])]
     while stack and budget > 0:
         above, path = stack.pop()
-        for key in _shared(above.children or {}, ranks):
-            node = (above.children or {})[key]
-            ranked = [*path, ranks[key]]
+        for node in children_among(above, ranks):
+            ranked = [*path, ranks[node.key]]
             budget -= 1
             if permits is not None and not permits(ranked):
                 continue
@@ -278,12 +277,6 @@ def held_tokens(tree: KnowledgeTree, path: Sequence[Node]) -> int:
         if not held(node):
             break
     return end
-
-
-def _shared(children: Mapping[Key, Node], ranks: Mapping[Key, int]) -> Iterable[Key]:
-    if len(children) < len(ranks):
-        return [key for key in children if key in ranks]
-    return [key for key in ranks if key in children]
 
 
 def _link(chain: bytes, key: str) -> bytes:

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from math import log, sqrt
 from typing import NamedTuple, Self
 
-from ragorder.trie.plan import Planned, plan
+from ragorder.trie.plan import Planned, plan, shared_documents
 from ragorder.trie.tree import Key
 
 __all__ = ["PlannedRequest", "ShardPaths", "ShardRequest", "plan_in_shards", "plan_requests", "shared_documents"]
@@ -292,12 +292,3 @@ def plan_requests(requests: Sequence[ShardRequest]) -> Iterator[PlannedRequest]:
             saved = sum([tokens[document] for document in order[:shared]])
             yield PlannedRequest(index, [ranks[document] for document in order], shared, saved)
             before = order
-
-
-def shared_documents(before: Sequence[Key], order: Sequence[Key]) -> int:
-    shared = 0
-    for document, other in zip(order, before, strict=False):
-        if document != other:
-            break
-        shared += 1
-    return shared

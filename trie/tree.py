@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 Key = Hashable
@@ -52,6 +52,16 @@ class Node:
             self.leases,
         )
         return copy
+
+
+def children_among(node: Node, ranks: Mapping[Key, int]) -> Iterator[Node]:
+    """Yield the children of a node that are documents of a request, given by key."""
+    below = node.children
+    if not below:
+        return iter(())
+    if len(below) <= len(ranks):
+        return (child for key, child in below.items() if key in ranks)
+    return filter(None, map(below.get, ranks))
 
 
 class KnowledgeTree:

@@ -10,7 +10,6 @@ from sys import maxsize
 from typing import TYPE_CHECKING, Any
 
 import click
-from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -19,7 +18,7 @@ from ragorder.cli.options import Command, CommandGroup, Decorator, build, given,
 from ragorder.cli.output import log_shown
 from ragorder.cli.stats import disk_gib
 from ragorder.cli.values import ParamType, ProfileSource
-from ragorder.common.jsonl import JSONLines, JSONLinesError
+from ragorder.common.corpus import DocumentLine, by_id
 from ragorder.document import Document
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.preprocessing.neighbours import PreprocessingSettings, make_neighbours, neighbours
@@ -196,16 +195,6 @@ def remove(folder: Path, ids: Sequence[str]) -> None:
             click.echo(f"{len(set(ids)):,} documents removed, {len(manifest):,} left")
 
 
-class CorpusLine(BaseModel):
-    """A document; other fields are ignored."""
-
-    model_config = ConfigDict(strict=True)
-
-    id: str = Field(min_length=1)
-    text: str
-    title: str | None = None
-
-
 @contextmanager
 def opened(
     folder: Path, recipe: Mapping[str, Any], corpus: Path
@@ -243,27 +232,14 @@ def errors() -> Iterator[None]:
 
     try:
         yield
-    except ImportError as error:
-        raise click.ClickException(str(error)) from None
-    except (JSONLinesError, StoreRefusedError, OSError, ValueError, RuntimeError, MemoryError) as error:
+    except (ImportError, StoreRefusedError, OSError, ValueError, RuntimeError, MemoryError) as error:
         raise click.ClickException(str(error)) from None
 
 
 def _read(corpus: Path) -> list[Document]:
-    lines = JSONLines(corpus, example=_EXAMPLE)
-    numbers: dict[str, int] = {}
-    documents: list[Document] = []
     with working(f"reading {corpus.name}"):
-        for number, line in lines.read(CorpusLine):
-            if line.id in numbers:
-                raise lines.error(
-                    number, f"the id {line.id!r} occurs twice, first in line {numbers[line.id]}: drop or rename one"
-                )
-            numbers[line.id] = number
-            documents.append(Document(line.id, line.text, metadata={"title": line.title or ""}))
-    if not documents:
-        raise lines.error(1, f"the file holds no documents: a line looks like {_EXAMPLE}")
-    return documents
+        lines = by_id(corpus, DocumentLine, example=_EXAMPLE)
+    return [Document(id, each.fields.text, metadata={"title": each.fields.title or ""}) for id, each in lines.items()]
 
 
 def as_json(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -142,13 +142,12 @@ def option(*declarations: str, **attributes: Any) -> Decorator:
     return click.option(*declarations, cls=Option, **attributes)
 
 
-def api_key(*variables: str) -> Decorator:
-    """Return the option --api-key, the key of a server. It may also come from RAGORDER_API_KEY, or else from the first
-    of `variables` that is set."""
+def api_key(*others: str, first: Sequence[str] = ()) -> Decorator:
+    """Return the option --api-key, also read from the variables `first`, then RAGORDER_API_KEY, then `others`."""
     return option(
         "--api-key",
         metavar="KEY",
-        envvar=["RAGORDER_API_KEY", *variables],
+        envvar=[*first, "RAGORDER_API_KEY", *others],
         show_envvar=True,
         help="The server's API key. Set it in the environment: other users of this machine can see the command line.",
     )

@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ragorder.cli.options import Command, option
+from ragorder.cli.options import Command, api_key, option
 from ragorder.cli.output import Figures, show_figures, watch_options
 from ragorder.cli.values import Rate
 
@@ -57,13 +57,7 @@ _SOURCES = {
     ],
 )
 @click.argument("source", metavar="URL|FOLDER")
-@option(
-    "--api-key",
-    metavar="KEY",
-    envvar=["RAGORDER_PROXY_API_KEY", "RAGORDER_API_KEY"],
-    show_envvar=True,
-    help="The server's key. Other users of this machine can see it unless it comes from the environment.",
-)
+@api_key(first=["RAGORDER_PROXY_API_KEY"])
 @option(
     "--prefill-rate",
     type=Rate(),

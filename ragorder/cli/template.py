@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from ragorder.cli.options import Command, option, section
+from ragorder.cli.options import Command, api_key, option, section
 from ragorder.cli.values import Count
 from ragorder.common.jsonl import JSONLinesError, printable
 
@@ -63,13 +63,7 @@ _NONE_LEARNED = (
         help="Instead of a log: the template that the `ragorder serve --shadow` at URL has learned from the prompts "
         "that it forwarded. It has no examples, because the proxy keeps no prompts.",
     ),
-    option(
-        "--api-key",
-        metavar="KEY",
-        envvar=["RAGORDER_PROXY_API_KEY", "RAGORDER_API_KEY"],
-        show_envvar=True,
-        help="The proxy's key. Other users of this machine can see it unless it comes from the environment.",
-    ),
+    api_key(first=["RAGORDER_PROXY_API_KEY"]),
 )
 def template(
     requests: Path | None, out: Path | None, capacity_tokens: int | None, url: str | None, api_key: str | None

@@ -35,9 +35,6 @@ class PlanFolder:
         self._state_path = self.work / "state.json"
         self.whole = Spill(self.work, "requests")
 
-    def make(self) -> None:
-        self.work.mkdir(parents=True, exist_ok=True)
-
     def spill(self, shard: int) -> Spill:
         return Spill(self.work, f"shard-{shard:05}")
 

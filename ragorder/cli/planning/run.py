@@ -66,7 +66,7 @@ def _plan_into(
     if finished:
         folder.clear_work()
         return finished
-    folder.make()
+    folder.work.mkdir(exist_ok=True)
     state = dict(known) or _read(folder, source, options, unread, progress)
     if state["stage"] == "read":
         state = _deal(folder, state, options, progress)
