@@ -51,9 +51,8 @@ class OrdersTurns(Protocol):
 class MessageFormat:
     """How a prompt builder writes messages.
 
-    `header` returns a document's beginning up to its text, which identifies later versions. A document is followed by
-    one of `openings` (empty: by any text). Templates add `turn_tokens` after a user's message and `closing_tokens`
-    after an answer.
+    `header` returns a document up to its text. A document is followed by one of `openings` (empty: by any text).
+    Templates add `turn_tokens` after a user's message and `closing_tokens` after an answer.
     """
 
     system: str
@@ -78,11 +77,10 @@ class Turn:
         answer = ask(turn.messages)
         messages = turn.confirm(answer.text, answer.cached_tokens, answer.total_tokens)
 
-    - `messages`: the messages to send, the history's unchanged
+    - `messages`: those to send, the history's unchanged
     - `ordering`: of the documents `new`, which are sent, in prompt order
     - `repeated`: documents named instead of sent, best first
-    - `rebased`: the engine had evicted the conversation: `new` are documents of all its turns, and this turn's are
-      `repeated`
+    - `rebased`: the engine had evicted the conversation: `new` has the documents of all turns, `repeated` this turn's
     """
 
     messages: list[dict[str, Any]]
@@ -121,9 +119,8 @@ class Turn:
         return self._parts().bedrock()
 
     def answered(self, answer: str | Message) -> list[dict[str, Any]]:
-        """Return the messages with their answer, which later turns then find in the cache.
-
-        Call it before `ordering.confirm`.
+        """Return the messages with their answer. Call it before `ordering.confirm`, so that later turns find the
+        answer.
         """
         said = {"role": "assistant", "content": answer} if isinstance(answer, str) else dict(answer)
         keys = message_key(self.bearer), message_key(said)
@@ -146,7 +143,6 @@ class Turn:
         return messages
 
     def discard(self) -> None:
-        """Discard a request that failed or was never sent."""
         self.ordering.discard()
 
     def _parts(self) -> TurnParts:
@@ -161,7 +157,7 @@ class Turn:
 
 
 def read_history(history: Iterable[Message], form: MessageFormat) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the messages after the system prompt, and the message of the system prompt."""
+    """Return the messages after the system prompt, and the system prompt's own."""
     messages = []
     for message in history:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):

@@ -55,7 +55,7 @@ class Prompt:
     """One prompt in the formats of engines.
 
     `token_ids` are exact (None without a tokenizer); engines tokenise `text` or `messages` themselves. `anthropic()`,
-    `openai()` and `bedrock()` have one content part per document and the breakpoints of an `Orderer.for_cloud`.
+    `openai()` and `bedrock()` have one content part per document, with the breakpoints of `Orderer.for_cloud`.
     """
 
     text: str
@@ -99,10 +99,10 @@ class PromptBuilder:
 
     - `document_template` has {text} and optionally {id}, {title} (metadata) and {label}, but no rank
     - `label` returns the {label} by which an answer cites a document
-    - `question_template` has {query} and everything that varies between requests
+    - `question_template` has {query}, and everything else that varies between requests
     - `tokenizer` (transformers) is the served model's; its chat template frames the prompt
     - `state_ranking` adds the retrieval ranking, by id, after the documents
-    - `align_to` (the engine's block size) pads system prompt and documents with newlines to whole blocks
+    - `align_to` (the engine's block size) pads system prompt and documents to whole blocks
     - `cached_documents`: documents whose tokens are kept, in at most 64 MiB
 
     Special tokens in documents and questions are escaped; a history is sent unchanged.
@@ -164,7 +164,7 @@ class PromptBuilder:
     def count_tokens(self, document: Document) -> int:
         """Return `document_tokens` uncached, so that timing does not reveal documents seen before.
 
-        Long texts are counted in pieces, each with an error of one or two tokens.
+        Each 32,768 characters of a long text add an error of one or two tokens.
         """
         tokens = self._count(self._render(document))
         return tokens + -tokens % self._align_to if self._align_to else tokens
@@ -226,7 +226,7 @@ class PromptBuilder:
         another. A document that the history contains unchanged is named by `reference` ({id}, {title}), unless `repeat`
         is "send". With `tool_call_id` the message is that tool's result, without a question.
 
-        `rebase` has the documents of earlier turns. If the engine has evicted the conversation, and if this saves
+        `rebase` has the documents of earlier turns. If the engine has evicted the conversation, and if it saves
         computation, they and this turn's are ordered together before the first question, and named where they were;
         store the new messages.
         """

@@ -35,9 +35,8 @@ _WINDOW = 1 << 15
 
 
 class PromptFrame(NamedTuple):
-    """The chat template's text before and after the user's turn.
-
-    The turn opens with the system prompt unless `system_role`.
+    """The chat template's text before and after the user's turn, which opens with the system prompt unless
+    `system_role`.
     """
 
     before: str
@@ -119,7 +118,7 @@ def repair_unicode(text: str) -> str:
 
 
 def special_token_escaper(special_tokens: Iterable[str] | None = None) -> Callable[[str], str]:
-    """Return a function that escapes special tokens by a space after the first character, or removes them.
+    """Return a function that puts a space into special tokens, or removes them.
 
     `special_tokens` are the served model's (None: those of common chat templates).
     """
@@ -180,10 +179,7 @@ def _replace(pattern: re.Pattern[str], longest: int, text: str, by: Callable[[re
 
 
 def split_text(text: str) -> Iterator[str]:
-    """Yield pieces of at most 32,768 characters, cut before white space if possible.
-
-    Each cut changes the number of tokens by at most two.
-    """
+    """Yield pieces of at most 32,768 characters, cut before white space if possible. A cut changes at most 2 tokens."""
     start = 0
     while len(text) - start > _PIECE_CHARACTERS:
         end = start + _PIECE_CHARACTERS

@@ -48,7 +48,7 @@ class DocumentInMessage:
 class Layout:
     """A rebased conversation: `documents` removed from `messages`, and named except in the first message.
 
-    They belong before that message's content, after the `system` prompt if it has no message of its own.
+    They belong before that message's content, after `system` if the system prompt has no message of its own.
     """
 
     documents: list[Document]
@@ -77,8 +77,8 @@ def rebase_messages(
 ) -> Layout | None:
     """Return all documents `asked` for now and those of `earlier` turns in the messages, together.
 
-    `system` opens the first message if it has no message of its own. A document is followed by one of `openings`.
-    Returns None if nothing moves, or if a document asked for would stay.
+    `system` opens the first message if it has no message of its own. One of `openings` follows each document. Returns
+    None if nothing moves, or if a document asked for would stay.
     """
     first = messages[0].get("content")
     if messages[0].get("role") != "user" or not isinstance(first, str) or not first.startswith(system):
@@ -211,9 +211,8 @@ class _TurnMaker:
     messages: list[dict[str, Any]]
 
     def make(self, text: str, given: list[Document], earlier: list[Document] | None, *, names: bool) -> Turn:
-        """Make the turn from `text`, the question, and `given`, its documents.
-
-        `earlier` has the documents of former turns, or None if the conversation must not be rebased.
+        """Make the turn from `text`, the question, and `given`, its documents. `earlier`: those of former turns, to
+        rebase.
         """
         form = self.form
         named: list[Document] = self._repeated(given) if names and self.messages else []

@@ -21,7 +21,7 @@ class Segment:
 
         Segment(hashlib.sha256(text.encode()).hexdigest(), tokens=312)
 
-    `key` identifies the content; `tokens` includes template text. Raises TypeError or ValueError if either is invalid.
+    `key` identifies the content; `tokens` includes template text. Raises TypeError or ValueError.
     """
 
     key: str
@@ -47,9 +47,9 @@ class History:
 
     - `segments` precede the documents; a first turn has none
     - `question` follows them: one segment, or several of a rebased conversation
-    - `sent`: the ranks in the order of an earlier request with these documents, to repeat it
+    - `sent`: the ranks in the order in which an earlier request sent these documents, to repeat it
 
-    `chains` has for each segment a digest of it and all before it.
+    `chains`: for each segment a digest of it and all before it.
     """
 
     __slots__ = ("chains", "following", "question", "segments", "sent")
@@ -88,9 +88,9 @@ class AnswerKey(bytes):
 class TurnEnd:
     """A conversation's request in the tree.
 
-    The path has `history_nodes` (`sizes` of each segment), documents up to number `documents`, then the question and
-    later segments. Later histories use the keys `message` (with the documents) and `answer`; `closing_tokens` is
-    template text after the answer.
+    Its path has `history_nodes` (`sizes` of each segment), documents up to number `documents`, then the question and
+    later segments. Later histories use the keys `message` (with the documents) and `answer`; template text of
+    `closing_tokens` follows the answer.
     """
 
     _histories: Histories
@@ -137,8 +137,6 @@ class _Part(NamedTuple):
 
 
 class _Path(NamedTuple):
-    """A history's nodes, and the number of nodes of each segment."""
-
     keys: list[Key]
     lengths: list[int]
     sizes: list[int]
@@ -170,7 +168,7 @@ class KnownSegments:
 class Histories:
     """Served segments of histories as nodes of a tree.
 
-    A message is stored as the nodes of its documents and its question, which other requests share. An unknown segment
+    A message is stored as the nodes of its documents and its question, which other requests share; an unknown one
     (dropped, or of another process) is one opaque node.
     """
 
@@ -203,10 +201,7 @@ class Histories:
         return self._walk([*self._path(history).keys, *keys, *history.tail_keys()])
 
     def has_lost(self, history: History) -> bool:
-        """Return whether the engine has evicted the first message of a served history.
-
-        False for an unknown history, which another process may have served.
-        """
+        """Return whether the engine has evicted the first message of a history; False if it was not served here."""
         part = self._known.get(self._own + history.chains[0]) if history.chains else None
         if part is None:
             return False
@@ -242,10 +237,7 @@ class Histories:
 def find_below(
     tree: KnowledgeTree, top: Node, ranks: Mapping[Key, int], budget: int, permits: Permits | None = None
 ) -> list[int]:
-    """Return the ranks on the longest held path below a node; ties go to the most recently used.
-
-    At most `budget` nodes are examined.
-    """
+    """Return the ranks on the longest held path below a node, of at most `budget` nodes; ties go to the last used."""
     if not held(top):
         return []
     best: list[int] = []

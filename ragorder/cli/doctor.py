@@ -199,7 +199,7 @@ def doctor(
 
     URL is an OpenAI-compatible server. Is its prefix cache on, how much does it hold, do answers report cached tokens,
     do KV events arrive? With two prompts: how much do they share, and does something volatile precede the documents? A
-    few random tokens are sent to the server. The exit status is 0 if nothing is bad, and 1 otherwise.
+    few random tokens are sent to the server. The exit status is 1 if anything is bad, else 0.
 
     With --requests, with or without URL: why the requests of a log find little in the cache.
 

@@ -122,9 +122,8 @@ def fuse() -> None:
 def build_command(corpus: Path, out: Path, shard: tuple[int, int], resume: bool, **options: Any) -> None:
     """Compute the KV of a corpus' documents into a folder.
 
-    CORPUS is a file of JSON lines, plain or compressed: {"id", "text", "title"}; the title may be missing. The
-    folder is a disk tier: `ragorder engine --reuse fused --disk-path FOLDER` reuses its documents at any place in a
-    prompt. Continue an interrupted build with --resume.
+    CORPUS is a file of JSON lines, plain or compressed: {"id", "text", "title"}; the title may be missing. The folder
+    is a disk tier: `ragorder engine --reuse fused --disk-path FOLDER` reuses its documents at any place in a prompt.
 
     The prompts of the requests must begin with the same system prompt, and have the documents in the same form.
     """

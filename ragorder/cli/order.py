@@ -119,8 +119,8 @@ def order(
 
     REQUESTS is that file, plain or gzipped, or - for standard input, in the lines of `ragorder replay` without "time":
     "documents" (ids, best first, or objects with "id", "tokens", "text" and "metadata") and, if known, "tenant",
-    "tokens" and other lengths. Each output line repeats all fields, with "documents" and "tokens" in the order of the
-    prompt, and adds "permutation" (retrieval ranks, from 0), "index" (the number of the request), and the predicted
+    "tokens" and other lengths. An output line repeats all fields, with "documents" and "tokens" in prompt order, and
+    adds "permutation" (retrieval ranks, from 0), "index" (the number of the request), and the predicted
     "prefix_documents" and "cached_tokens" of the cached prefix.
 
     Every order counts as served.

@@ -72,8 +72,8 @@ def stats(
 
     URL is that of `ragorder serve`, `ragorder engine` or `ragorder route`, of an application that publishes ragorder's
     metrics, or of a vLLM server with ragorder tiers. In shadow mode documents are served in retrieval order, and the
-    figures show what ragorder's order would have saved. Gauges of tiers are those of the engine's last step: they do
-    not change while it is idle.
+    figures show what ragorder's order would have saved. Gauges of tiers are of the engine's last step, also while it is
+    idle.
 
     FOLDER is that of a disk tier or of a build of `ragorder fuse`, also while it is in use.
     """

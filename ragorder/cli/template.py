@@ -74,8 +74,7 @@ def template(
     for `ragorder doctor`; 100 to 300 are enough if documents recur. Without a log, a proxy in shadow mode learns from
     the requests that it forwards (--from). Known applications need neither: see `ragorder serve --help`.
 
-    Nothing is used live before you say so: look at the examples, then give the file to `ragorder serve`. The exit
-    status is 1 if no template is found.
+    Look at the examples before you give the file to `ragorder serve`. The exit status is 1 if no template is found.
     """
     if (requests is None) == (url is None):
         raise click.UsageError("give REQUESTS, a log, or --from URL, a proxy in shadow mode")
@@ -135,7 +134,7 @@ def _show(found: Suggestion) -> None:
 
 
 def _marked(run: DocumentRun) -> Text:
-    """Return a prompt with the beginning and the end of each document, and what stands between them."""
+    """Return a prompt with the beginning and the end of each document, and the text between documents."""
     text = Text(run.head if len(run.head) <= _SHOWN else f"… {run.head[-_SHOWN:]}")
     for place, document in enumerate(run.documents):
         whole = len(document) <= 2 * _SHOWN

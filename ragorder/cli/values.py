@@ -147,7 +147,6 @@ class Model(ParamType[Any]):
 
 
 def load_tokenizer(name: str) -> Any:
-    """Return the tokenizer of the option --tokenizer. Raises click.ClickException."""
     from ragorder.adapters.openai import tokenizer
 
     try:

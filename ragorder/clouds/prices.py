@@ -58,8 +58,8 @@ class Prices:
 class Cost:
     """The cost of a prompt without its answer.
 
-    `input_tokens` is the number of tokens at the plain price that cost the same. `price` is for a million of them, or
-    None if no table has it. `reported`: counts are the provider's, else predicted.
+    `input_tokens` at the plain price cost the same. `price` is for a million of them, or None if no table has it.
+    `reported`: counts are the provider's, else predicted.
     """
 
     prompt_tokens: float
@@ -82,5 +82,5 @@ class Cost:
 
     @property
     def saved_money(self) -> float | None:
-        """Money saved by the cache; negative if the prompt costs more than without it."""
+        """Money saved by the cache; negative if writing cost more than reading saved."""
         return None if self.price is None else (self.prompt_tokens - self.input_tokens) * self.price / 1e6

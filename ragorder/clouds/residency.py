@@ -26,8 +26,6 @@ class CacheReport(NamedTuple):
 
 
 class RequestTokens(NamedTuple):
-    """Tokens of the prompt, of those read from the cache, and of those written into it."""
-
     prompt: float
     cached: float
     written: float
@@ -39,7 +37,7 @@ class MarkPlan:
 
     `breakpoints`: nodes of its path, or documents of a plain request, before each. The request resumes at the last of
     `live` nodes with a breakpoint there or less than `lookback_parts` after it. `depths`: entries that it makes or
-    renews. `states`: places, in tokens, where a hybrid model keeps its state.
+    renews. `states`: places, in tokens, of a hybrid model's state.
     """
 
     breakpoints: Sequence[int]
@@ -100,8 +98,6 @@ _LIKE = 0.3
 
 class MarksResidency(LRUResidency):
     """The nodes of one scope's tree that lead to an entry of the provider's cache.
-
-        residency = MarksResidency(MarkedTree(600, rules), Pool(None, 1), choice, clock=time.monotonic)
 
     Entries can be read from their request's first token (`publish`) on. Nodes leave the tree with the last entry below
     them. Backward steps of the clock count as no time.
@@ -291,8 +287,6 @@ class MarksResidency(LRUResidency):
 
 
 class MarkedFeedback(FeedbackResidency):
-    """`MarksResidency` corrected by reported tokens."""
-
     mirror: MarksResidency
 
     def _learn(self, lease: Lease, cached_tokens: float) -> None:
@@ -312,8 +306,8 @@ class JunctionsResidency(MarksResidency):
     """The nodes of prompts that a hybrid model has computed, and the places where it kept its state.
 
     Such an engine (vLLM's "align") keeps the KV of whole prompts, but the state only at the last multiple of
-    `interval_tokens` in a prompt, and at the last one in the prefix shared with earlier prompts. So a shared prefix is
-    found from the third request on.
+    `interval_tokens` in a prompt, and at the last one in a prefix shared with earlier prompts. So the third request is
+    the first to find a shared prefix.
     """
 
     def _plan(self, path: Sequence[Node], prompt_tokens: int, turn: TurnEnd | None) -> MarkPlan:

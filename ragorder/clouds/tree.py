@@ -13,9 +13,8 @@ from ragorder.trie.tree import Key, KnowledgeTree, Node, children_among
 class MarkedTree(KnowledgeTree):
     """A tree that knows at which nodes a request can resume.
 
-    `marks`: expiry of the entry that ends with each node, soonest first. `pending`: number of requests in flight that
-    will write an entry there. `states`: the last place within a node, in tokens of the prompt, with a hybrid model's
-    state.
+    `marks`: expiry of the entry that ends with each node, soonest first. `pending`: requests in flight that will write
+    an entry there. `states`: the last place within a node, in tokens of the prompt, with a hybrid model's state.
     """
 
     def __init__(self, prefix_tokens: int, rules: CacheRules) -> None:

@@ -44,7 +44,7 @@ class ChunkLine(CorpusLine):
 
 
 class Passage(NamedTuple):
-    """A document, or a part of one: `key` is its name in a run, `id` in a prompt, `source` the document's id."""
+    """A document or a part of one: `key` names it in a run, `id` in a prompt; `source` is the document's id."""
 
     key: str | int
     id: str

@@ -43,7 +43,7 @@ class KnownTokens(int):
 
     @property
     def size(self) -> int:
-        """Bytes that it takes."""
+        """Bytes."""
         return 8 * self + 128
 
 
@@ -72,9 +72,8 @@ def reported_count(value: Any) -> int | None:
 
 
 def parse_count(text: str) -> int:
-    """Return a number of tokens from "100000", "100_000", "25.6k" or "16K", with vLLM's units.
-
-    These are k, m, g decimal and K, M, G binary.
+    """Return a number of tokens from "100000", "100_000", "25.6k" or "16K", with vLLM's units (k, m, g; K, M, G
+    binary).
     """
     found = re.fullmatch(r"([0-9]+(?:_[0-9]+)*)(\.[0-9]+)? ?([kmgKMG]?)", text.strip())
     if found is None or (found[2] and found[3] not in ("k", "m", "g")):

@@ -86,8 +86,6 @@ class CloudScopes:
 
 
 class CloudScope(Scope):
-    """A cloud's cache for one model, prompt template and tenant."""
-
     mirror: MarksResidency
     # Only the last message of a turn has breakpoints for documents.
     rebases = False

@@ -57,10 +57,11 @@ class ScopeOwner(Protocol):
 
 
 class Scope:
-    """The engine's cache for one (model, template, tenant). The caller serialises all calls except `finish`.
+    """The engine's cache for one (model, template, tenant). The caller serialises all calls except `finish` and
+    `defer`.
 
     Documents after a history keep retrieval order, except for the best one and those that the engine holds in another
-    order. `follows_histories`: the engine can resume a prompt anywhere. `rebases`: an evicted conversation may be
+    order. `follows_histories`: the engine can resume a prompt anywhere. `rebases`: evicted conversations may be
     rebased.
     """
 

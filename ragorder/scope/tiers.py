@@ -17,8 +17,6 @@ _HISTORY_NODES = 65_536
 
 
 class EngineTiers:
-    """The tiers and their load costs, from the settings."""
-
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._profile: PrefillProfile | None = None

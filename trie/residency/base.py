@@ -19,8 +19,8 @@ class Lease:
     """A request in flight since `stamp`.
 
     At its start the engine held `cached_documents` and `cached_tokens` (with the system prompt) of its `path`. After
-    the documents it fills `suffix_blocks` blocks, and `partial_blocks` (0 or 1) in part. `previous_stamp` is the last
-    use of the last cached node (0: in use).
+    the documents it fills `suffix_blocks` blocks, and `partial_blocks` (0 or 1) in part. `previous_stamp`: last use of
+    the last cached node (0: in use).
     """
 
     path: Sequence[Node]
@@ -55,9 +55,7 @@ class Residency(Protocol):
         cached_tokens: Reported = None,
         total_tokens: Reported = None,
         prompt_tokens: Reported = None,
-    ) -> None:
-        """End a served request, with the token counts that the engine reported."""
-
+    ) -> None: ...
     def cancel(self, lease: Lease) -> None: ...
 
 
@@ -80,8 +78,6 @@ class Loads(NamedTuple):
 class Places(Protocol):
     """A residency that knows the tier of each block."""
 
-    def loads(self, node: Node) -> Loads:
-        """Return the loads of the node's held blocks."""
-
+    def loads(self, node: Node) -> Loads: ...
     def serve(self, path: Sequence[Node], lease: Lease, expected_uses: Callable[[], Sequence[float]]) -> None:
         """Put a new request's path on the device; without room, the lease has ended already."""

@@ -35,8 +35,6 @@ _PIECE = 1 << 20
 
 
 class _Digested(RawIOBase):
-    """A binary file whose bytes are digested as they are read."""
-
     def __init__(self, source: IO[bytes]) -> None:
         self.name = name_of(source)
         self._source = source
