@@ -209,6 +209,10 @@ def digest_of(text: str) -> str:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
+def name_in(reference: str, document: Document) -> str:
+    return reference.format(id=document.id, title=str(document.metadata.get("title", "")))
+
+
 @lru_cache(maxsize=64)
 def opening_of(template: str) -> str:
     return next((literal for literal, *_ in Formatter().parse(template)), "")

@@ -18,6 +18,7 @@ from ragorder.conversation import (
     Repeat,
     Turn,
     digest_of,
+    name_in,
     opening_of,
     read_history,
     segments_of,
@@ -301,7 +302,7 @@ class _TurnMaker:
         return Estimate(tokens) if self.form.estimated else tokens
 
     def _names(self, documents: Iterable[Document]) -> str:
-        return "".join(_name_in(self.reference, each) for each in documents)
+        return "".join(name_in(self.reference, each) for each in documents)
 
     def _repeated(self, given: Sequence[Document]) -> list[Document]:
         bearers = [message for message in self.messages if message.get("role") in _BEARERS]
@@ -311,14 +312,14 @@ class _TurnMaker:
 
     def _in_message(self, document: Document) -> DocumentInMessage:
         form = self.form
-        texts = form.document_text(document), form.header(document), _name_in(self.reference, document)
+        texts = form.document_text(document), form.header(document), name_in(self.reference, document)
         return DocumentInMessage(document, *map(form.escape, texts))
 
 
 def _appears_in(
     form: MessageFormat, document: Document, reference: str, texts: Sequence[str], openings: tuple[str, ...]
 ) -> bool:
-    text, name = form.escape(form.document_text(document)), form.escape(_name_in(reference, document))
+    text, name = form.escape(form.document_text(document)), form.escape(name_in(reference, document))
     header = form.escape(form.header(document))
     # Without a header the text may be a part of another document.
     if not text.strip() or not header.strip() or not text.startswith(header):
@@ -333,10 +334,6 @@ def _appears_in(
             whole = end == len(content) or not openings or content.startswith(openings, end)
             return whole and content.startswith(text, place)
     return False
-
-
-def _name_in(reference: str, document: Document) -> str:
-    return reference.format(id=document.id, title=str(document.metadata.get("title", "")))
 
 
 @lru_cache(maxsize=64)

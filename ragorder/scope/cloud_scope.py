@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -114,6 +113,12 @@ class CloudScope(Scope):
         lease: Any = ordering._lease
         plan = self.mirror.plans.get(lease)
         if plan is not None:
-            publish, keep = (partial(self.defer, work, lease) for work in (self.mirror.publish, self.mirror.keep_marks))
-            ordering.cloud = CloudRequest(self._model, plan, publish, keep, lease.turn)
+            publish, keep_marks = self.mirror.publish, self.mirror.keep_marks
+            ordering.cloud = CloudRequest(
+                self._model,
+                plan,
+                lambda: self.defer(publish, lease),
+                lambda breakpoints: self.defer(keep_marks, lease, breakpoints),
+                lease.turn,
+            )
         return ordering

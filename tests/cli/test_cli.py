@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.benched import runs_of
-from support.commands import run_command
+from support.commands import every_command, run_command
 from support.rings import examples, grid
 from support.waiting import eventually
 
@@ -106,24 +106,13 @@ def bench(*arguments: str | Path) -> list[dict[str, Any]]:
     return runs_of(done.stdout)
 
 
-def commands(group: click.Group = main, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    context = click.Context(group)
-    for name in group.list_commands(context):
-        command = group.get_command(context, name)
-        assert command is not None
-        yield (*path, name), command
-        if isinstance(command, click.Group):
-            yield from commands(command, (*path, name))
-
-
-OPTIONS = [
-    (path, option) for path, command in commands() for option in command.params if isinstance(option, click.Option)
-]
+COMMANDS = [*every_command()][1:]
+OPTIONS = [option for _, command in COMMANDS for option in command.params if isinstance(option, click.Option)]
 
 
 class TestHelp:
     def test_every_command_has_it_and_every_option_its_words(self) -> None:
-        for path, command in commands():
+        for path, command in COMMANDS:
             done = invoke(*path, "--help")
             assert (done.exit_code, invoke(*path, "-h").output) == (0, done.output), path
             assert path[-1] in invoke(*path[:-1], "--help").output
@@ -135,7 +124,7 @@ class TestHelp:
 
     def test_a_line_of_the_list_is_the_first_sentence_of_the_commands_help(self) -> None:
         listed = " ".join(invoke("--help").output.split())
-        for path, command in commands():
+        for path, command in COMMANDS:
             sentence = " ".join((command.help or "").split()).partition(". ")[0].removesuffix(".") + "."
             assert len(path) > 1 or f"{path[0]} {sentence}" in listed, path
 
@@ -147,7 +136,7 @@ class TestHelp:
             "for path in json.load(sys.stdin):\n"
             "    print(CliRunner().invoke(main, [*path, '--help']).exit_code)\n"
         )
-        paths = [(), *(path for path, _ in commands())]
+        paths = [path for path, _ in every_command()]
         done = python("-c", script, input=json.dumps(paths), blocked=MISSING)
         assert done.stdout.split() == ["0"] * len(paths), done.stderr
 
@@ -160,7 +149,7 @@ class TestHelp:
 
     def test_every_option_is_used_in_a_test(self) -> None:
         tests = "".join(path.read_text("utf-8") for path in sorted(Path(__file__).parents[1].rglob("test_*.py")))
-        names = [name for _, option in OPTIONS for name in [*option.opts, *option.secondary_opts]]
+        names = [name for option in OPTIONS for name in [*option.opts, *option.secondary_opts]]
         assert names
         assert [name for name in names if f'"{name}"' not in tests] == []
 
@@ -247,15 +236,6 @@ class TestOrder:
         twice = [{"documents": ["a", "b"]}] * 2
         assert order(*twice, options=["--document-tokens", "160"])[1]["cached_tokens"] == 320
         assert order(*twice)[1]["cached_tokens"] == 512
-
-    def test_other_fields_are_passed_through(self) -> None:
-        extra = {"id": 7, "query": "Größe? 🙂", "nested": {"a": [1, None, 1.5]}, "tenant": "one"}
-        (answer,) = order(request("ab", **extra))
-        assert extra.items() <= answer.items()
-
-    def test_the_results_own_fields_win(self) -> None:
-        (answer,) = order(request("ab", index=99, permutation="x", cached_tokens=-1))
-        assert (answer["index"], answer["permutation"], answer["cached_tokens"]) == (0, [0, 1], 0)
 
     def test_empty_lines_count_as_lines_but_not_as_requests(self) -> None:
         done = invoke("order", input="\n" + lines(request("a")) + "  \r\n" + lines(request("b")) + "\n{\n")

@@ -132,8 +132,15 @@ class TestOrders:
         first.confirm()
         second.discard()
 
-    def test_entries_age_by_the_clock_and_live_anew_when_read(self) -> None:
+    def test_entries_age_from_the_start_of_the_last_request_that_used_them(self) -> None:
         orderer, _, clock = make()
+        ordering = orderer.order(DOCUMENTS)
+        clock.now += 100
+        ordering.confirm()
+        clock.now += 199
+        assert orderer.predict_cached_tokens(DOCUMENTS)[0] > 0
+        clock.now += 2
+        assert orderer.predict_cached_tokens(DOCUMENTS)[0] == 0
         serve(orderer, DOCUMENTS)
         for _ in range(4):
             clock.now += 299
@@ -268,6 +275,7 @@ class TestReports:
         serve(orderer, DOCUMENTS)
         ordering = orderer.order(DOCUMENTS)
         assert ordering.cached_tokens > 0
+        ordering.readable()
         ordering.confirm(0, prompt_tokens=4000, written_tokens=0)
         assert orderer.order(DOCUMENTS).cached_tokens == 0
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import click
 import pytest
+from support.commands import every_command
 
 from ragorder.cli import main
 
@@ -118,16 +119,8 @@ def test_commands_have_the_options_that_are_shown(page: Path) -> None:
 @cache
 def options() -> set[str]:
     """Those of all commands."""
-
-    def of(command: click.Command) -> Iterator[str]:
-        for parameter in command.params:
-            yield from (*parameter.opts, *parameter.secondary_opts)
-        if isinstance(command, click.Group):
-            for name in command.list_commands(click.Context(command)):
-                if (member := command.get_command(click.Context(command), name)) is not None:
-                    yield from of(member)
-
-    return {"--help", *of(main)}
+    params = [param for _, command in every_command() for param in command.params]
+    return {"--help", *(name for param in params for name in (*param.opts, *param.secondary_opts))}
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
