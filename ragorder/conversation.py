@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from hashlib import blake2b
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ragorder.common.counts import Estimate
+from ragorder.common.lru_cache import LRUCache
 from ragorder.document import Document
 from ragorder.ordering import Ordering
 from ragorder.scope.request import USUAL, Lengths
@@ -66,7 +67,7 @@ class MessageFormat:
     turn_tokens: int
     closing_tokens: int
     estimated: bool
-    message_tokens: Callable[[str, Callable[[], int]], int]
+    message_tokens: LRUCache[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -180,8 +181,12 @@ def segments_of(messages: Sequence[Message], form: MessageFormat) -> list[Segmen
     segments = []
     for message in messages:
         key = message_key(message)
-        closing = form.closing_tokens if message.get("role") == "assistant" else form.turn_tokens
-        segments.append(Segment(key, form.message_tokens(key, partial(_count, form, message, closing))))
+        tokens = form.message_tokens.get(key)
+        if tokens is None:
+            closing = form.closing_tokens if message.get("role") == "assistant" else form.turn_tokens
+            tokens = _count(form, message, closing)
+            form.message_tokens.put(key, tokens)
+        segments.append(Segment(key, tokens))
     return segments
 
 

@@ -242,32 +242,23 @@ class PromptBuilder:
 
     @cached_property
     def message_format(self) -> MessageFormat:
-        counts: LRUCache[int] = LRUCache(_KEPT_COUNTS)
-
-        def known(key: str, count: Callable[[], int]) -> int:
-            tokens = counts.get(key)
-            if tokens is None:
-                tokens = count()
-                counts.put(key, tokens)
-            return tokens
-
         closing = self._tokenizer.between_turns(self.system if self._system_role else "") if self._tokenizer else ""
         openings = [opening_of(self._document_template), self.question_opening]
         if self._state_ranking:
             openings.append(_RANKING)
         return MessageFormat(
-            self.system,
-            self._system_role,
-            self.document_text,
-            self._header,
-            lambda query, documents: self._question(query, documents, range(len(documents))),
-            self._escape,
-            self._count,
-            tuple(openings),
-            self._count(self._tail),
-            self._count(closing),
-            self._tokenizer is None,
-            known,
+            system=self.system,
+            system_role=self._system_role,
+            document_text=self.document_text,
+            header=self._header,
+            question=lambda query, documents: self._question(query, documents, range(len(documents))),
+            escape=self._escape,
+            count=self._count,
+            openings=tuple(openings),
+            turn_tokens=self._count(self._tail),
+            closing_tokens=self._count(closing),
+            estimated=self._tokenizer is None,
+            message_tokens=LRUCache(_KEPT_COUNTS),
         )
 
     def _header(self, document: Document) -> str:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-# As an application's module registers them, before it imports the rest.
-POLICIES = """
+import os
+import shutil
+import subprocess
 import sys
-from ragorder.trie.search import PrefixSearch, searches
-from ragorder.trie.tail import Tail, tails
+from pathlib import Path
 
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TAIL = """
 @tails.register("reversed", "the least relevant document first")
 class ReversedTail(Tail):
     def arrange(self, request, prefix, rest, waiting):
         return rest[::-1]
+"""
 
+SEARCH = """
 @searches.register("nothing", "no cached document is reused")
 class NoSearch(PrefixSearch):
+    def __init__(self, budget):
+        pass
+
     def find(self, tree, ranks, permits=None):
         return tree.root
 """
@@ -29,18 +37,37 @@ for names in ("abc", "cx"):
     print(*(document.id for document in ordering.documents), sep="")
 """
 
-COMMAND = "from ragorder.cli import main\nmain(sys.argv[1:])"
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source tree with one more tail and one more search."""
+    folder = tmp_path_factory.mktemp("tree")
+    shutil.copytree(ROOT / "trie", folder / "trie")
+    shutil.copytree(ROOT / "ragorder", folder / "ragorder", symlinks=True)
+    for name in ("adapters", "eval", "kernels", "pipelining"):
+        (folder / name).symlink_to(ROOT / name)
+    for name, policy in (("tail", TAIL), ("search", SEARCH)):
+        with open(folder / "trie" / f"{name}.py", "a") as file:
+            file.write(policy)
+    return folder
 
 
-def test_the_orderer_uses_the_new_policies_by_their_names(python: Any) -> None:
-    done = python("-c", POLICIES + ORDER)
-    assert done.stdout.split() == ["cba", "xc"], done.stderr
+def python(tree: Path, *arguments: str, input: str = "") -> str:
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, cwd=tree, input=input, capture_output=True, text=True
+    )
+    assert not done.returncode, done.stderr
+    return done.stdout
 
 
-def test_the_command_line_offers_them(python: Any) -> None:
+def test_the_orderer_uses_the_new_policies_by_their_names(tree: Path) -> None:
+    assert python(tree, "-c", ORDER).split() == ["cba", "xc"]
+
+
+def test_the_command_line_offers_them(tree: Path) -> None:
     request = '{"documents": [{"id": "a", "tokens": 9}, {"id": "b", "tokens": 9}]}'
-    done = python("-c", POLICIES + COMMAND, "order", "--moves", "reversed", input=request)
-    assert '"documents": ["b", "a"]' in done.stdout, done.stderr
-    shown = " ".join(python("-c", POLICIES + COMMAND, "order", "--help").stdout.split())
+    assert '"documents": ["b", "a"]' in python(tree, "-m", "ragorder", "order", "--moves", "reversed", input=request)
+    shown = " ".join(python(tree, "-m", "ragorder", "order", "--help").split())
     assert "reversed: the least relevant document first" in shown
     assert "nothing: no cached document is reused" in shown

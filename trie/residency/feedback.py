@@ -24,7 +24,6 @@ class FeedbackResidency:
     def __init__(self, mirror: LRUResidency, lengths: ScopeLengths | None = None) -> None:
         self.mirror = mirror
         self.tree = mirror.tree
-        self.corrections = 0
         self.lengths = LearnedLengths().of(None) if lengths is None else lengths
         self._learns = not mirror.knows_tokens
         self._ratio = self.lengths.ratio
@@ -106,7 +105,6 @@ class FeedbackResidency:
         # Every request uses the prefix, so a smaller report means a shorter prefix, not an eviction.
         if (last is root and cached_tokens > 0) or lengths.prefix_tokens not in (None, root.end):
             return
-        self.corrections += 1
         # A scope without any hits, say because its prompts contain the time of day, is no evidence about other scopes.
         alone = not self._confirmed and len(self.mirror.pool.holders) > 1
         self._confirmed = False
