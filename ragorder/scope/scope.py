@@ -23,7 +23,6 @@ from ragorder.trie.residency import (
     LRUResidency,
     Places,
     Pool,
-    Residency,
     ScopeLengths,
     TokenIds,
 )
@@ -91,7 +90,9 @@ class Scope:
         self.tree = KnowledgeTree(settings.block_size, settings.prefix_tokens, indexed=fuses)
         self.mirror = _make_mirror(name, self.tree, pool, prefix, owner.tiers)
         self._lengths = LearnedLengths().of(name) if lengths is None else lengths
-        self.residency: Residency = FeedbackResidency(self.mirror, self._lengths) if settings.feedback else self.mirror
+        self.residency: FeedbackResidency | LRUResidency = self.mirror
+        if settings.feedback:
+            self.residency = FeedbackResidency(self.mirror, self._lengths)
         self.places: Places | None = owner.tiers.places(self.mirror)
         self.priced = owner.tiers.priced(self.places)
         self.search: PrefixSearch = searches[settings.search](SEARCH_BUDGET)

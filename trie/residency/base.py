@@ -1,4 +1,4 @@
-"""Interface of a residency."""
+"""Leases of requests in flight, and places of blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from ragorder.trie.histories import TurnEnd
-from ragorder.trie.tree import Node, RequestedDocuments, TokenIds
+from ragorder.trie.tree import Node
 
 Reported = float | None
 """Tokens that an engine reported, if it did."""
@@ -20,7 +20,8 @@ class Lease:
 
     At its start the engine held `cached_documents` and `cached_tokens` (with the system prompt) of its `path`. After
     the documents it fills `suffix_blocks` blocks, and `partial_blocks` (0 or 1) in part. `previous_stamp`: last use of
-    the last cached node (0: in use).
+    the last cached node (0: in use). A lease ends with one `release` or `cancel` of its residency; a lost one counts as
+    served when its room is needed.
     """
 
     path: Sequence[Node]
@@ -35,28 +36,6 @@ class Lease:
 
     def copy(self, copies: Mapping[Node, Node]) -> Lease:
         return replace(self, path=[copies[node] for node in self.path], open=True, turn=None)
-
-
-class Residency(Protocol):
-    """Tracks which nodes the engine holds. The caller serialises all calls.
-
-    Every lease ends with one `release` or `cancel`; a lost one counts as served when its room is needed.
-    """
-
-    def refresh(self, requested: RequestedDocuments | None = None) -> None: ...
-
-    def lease(
-        self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = (), turn: TurnEnd | None = None
-    ) -> Lease: ...
-
-    def release(
-        self,
-        lease: Lease,
-        cached_tokens: Reported = None,
-        total_tokens: Reported = None,
-        prompt_tokens: Reported = None,
-    ) -> None: ...
-    def cancel(self, lease: Lease) -> None: ...
 
 
 class Place(IntEnum):
