@@ -81,16 +81,16 @@ class History:
 
 
 class AnswerKey(bytes):
-    """Key of an answer's node, which ends where the engine's report says."""
+    """Key of an answer's node. The engine has reported where it ends, so `resize` leaves its end."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class TurnEnd:
     """A conversation's request in the tree.
 
-    Its path has `history_nodes` (`sizes` of each segment), documents up to number `documents`, then the question and
-    later segments. Later histories use the keys `message` (with the documents) and `answer`; template text of
-    `closing_tokens` follows the answer.
+    Its path is the root, `history_nodes` nodes (`sizes`: how many for each segment), the documents up to place
+    `documents`, the question and later segments. Histories of later turns name this message, with its documents, by the
+    key `message` and its answer by `answer`. Template text of `closing_tokens` follows the answer.
     """
 
     _histories: Histories
@@ -169,7 +169,7 @@ class Histories:
     """Served segments of histories as nodes of a tree.
 
     A message is stored as the nodes of its documents and its question, which other requests share; an unknown one
-    (dropped, or of another process) is one opaque node.
+    (forgotten, or served by another process) is one opaque node.
     """
 
     _numbers = count()
@@ -237,7 +237,10 @@ class Histories:
 def find_below(
     tree: KnowledgeTree, top: Node, ranks: Mapping[Key, int], budget: int, permits: Permits | None = None
 ) -> list[int]:
-    """Return the ranks on the longest held path below a node, of at most `budget` nodes; ties go to the last used."""
+    """Return the ranks on the longest held path below a node, the last used of equal ones.
+
+    Looks at `budget` nodes at most.
+    """
     if not held(top):
         return []
     best: list[int] = []

@@ -43,7 +43,7 @@ class Shard(ParamType[tuple[int, int]]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
         if isinstance(value, tuple):
             return value[0], value[1]
-        found = re.fullmatch(r"([0-9]+)/([0-9]+)", value)
+        found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", value)
         number, parts = (int(found[1]), int(found[2])) if found is not None else (0, 0)
         if not 1 <= number <= parts:
             self.fail(f"{value!r} is no part: write 1/4 for the first of four", param, ctx)
@@ -109,7 +109,7 @@ def fuse() -> None:
     option(
         "--document-template",
         metavar="TEXT",
-        help="A document in the prompt, with {id}, {text} and {title}.",
+        help="How the prompt shows a document, with {id}, {text} and {title}.",
         unset="that of PromptBuilder",
     ),
     option(
@@ -151,14 +151,18 @@ def build_command(corpus: Path, out: Path, shard: tuple[int, int], resume: bool,
 @fuse.command(cls=Command, examples=["ragorder fuse add /var/kv more.jsonl --refresh"])
 @_folder
 @_corpus
-@option("--neighbours-by", **_source | {"help": "For vectors: the file with those of CORPUS.", "unset": "as the build"})
+@option(
+    "--neighbours-by",
+    **_source | {"help": "For a build by vectors:FILE, the file with those of CORPUS.", "unset": "as the build"},
+)
 @option("--refresh", is_flag=True, help="Also recompute documents whose neighbours have changed.")
 @_moved_model
 @_engine_options("device_tokens", "device")
 def add(folder: Path, corpus: Path, refresh: bool, **options: Any) -> None:
     """Add the documents of CORPUS to the build in FOLDER.
 
-    Known ids with another text are replaced; all others stay. Run an interrupted command again.
+    A document with a known id and another text replaces the old one; all others stay. If the command was interrupted,
+    run it again.
     """
     recipe = recipe_of(folder) | given(options)
     with opened(folder, recipe, corpus) as (builder, documents):
@@ -181,7 +185,8 @@ def add(folder: Path, corpus: Path, refresh: bool, **options: Any) -> None:
 def remove(folder: Path, ids: Sequence[str]) -> None:
     """Remove documents and their KV from the build in FOLDER.
 
-    Documents that were computed after them stay, and so does the KV of prompts with them that a server has added.
+    Other documents stay, also those whose KV was computed after a removed one. So does the KV of prompts with removed
+    documents that a server has added to the folder.
     """
     with errors():
         from ragorder.kernels.preprocessing.manifest import Manifest, remove_documents

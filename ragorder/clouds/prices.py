@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,6 +12,7 @@ from ragorder.clouds.rules import generation
 
 PRICES_VARIABLE = "RAGORDER_PRICES"
 
+_MOST = 1e12
 _OWN = Path(__file__).with_name("prices.toml")
 
 
@@ -35,7 +35,7 @@ class Prices:
         where = Path(path or os.environ.get(PRICES_VARIABLE) or _OWN)
         try:
             return cls._of(decode_toml(where.read_bytes()))
-        except (ValueError, TypeError, AttributeError) as error:
+        except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
 
     @classmethod
@@ -44,8 +44,10 @@ class Prices:
         if not date or not isinstance(currency, str):
             raise ValueError("date and currency must be given, such as date = '2026-11-23'")
         prices = fields.get("per_million", {})
+        if not isinstance(prices, Mapping):
+            raise ValueError("per_million must be a table of models and their prices")
         for name, price in prices.items():
-            if isinstance(price, bool) or not isinstance(price, int | float) or not isfinite(price) or price < 0:
+            if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price < _MOST:
                 raise ValueError(f"per_million.{name}: {price!r} is no price of a million tokens")
         return cls(str(date), currency, {str(name).lower(): float(price) for name, price in prices.items()})
 

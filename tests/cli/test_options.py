@@ -154,10 +154,10 @@ class TestTypes:
     @pytest.mark.parametrize(
         ("kind", "texts"),
         [
-            (Count(1), ("0", "", "x", "1.2.3k")),
-            (Size(1), ("0", "", "x", "1.2.3k")),
-            (Rate(), ("0", "", "x", "1.2.3k")),
-            (Duration(), ("", "x", "5y", "-1", "1.2.3s", "nan")),
+            (Count(1), ("0", "", "x", "1.2.3k", "9" * 400, "9" * 5000)),
+            (Size(1), ("0", "", "x", "1.2.3k", "9" * 400 + ".5", "9" * 5000)),
+            (Rate(), ("0", "", "x", "1.2.3k", "nan", "inf", "9" * 400)),
+            (Duration(), ("", "x", "5y", "-1", "1.2.3s", "nan", "9" * 400, "1" + "0" * 9 + "h")),
         ],
     )
     def test_others_are_refused(self, kind: Any, texts: Sequence[str]) -> None:

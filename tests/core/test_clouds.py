@@ -338,19 +338,21 @@ class TestPrices:
         assert (ordering.cost.price, ordering.cost.money, ordering.cost.saved_money) == (None, None, None)
 
     @pytest.mark.parametrize(
-        "text",
+        ("text", "problem"),
         [
-            "date = ",
-            "currency = 'USD'",
-            "date = '2027'\n[per_million]\nmodel = 'dear'",
-            "date = '2027'\n[per_million]\nmodel = -1",
-            "date = '2027'\nper_million = 5",
+            ("date = ", "not TOML"),
+            ("currency = 'USD'", "date and currency must be given"),
+            *(
+                (f"date = '2027'\n[per_million]\nmodel = {price}", "model: .* is no price")
+                for price in ("'dear'", "-1", "true", "nan", "inf", "9" * 400)
+            ),
+            ("date = '2027'\nper_million = 5", "must be a table"),
         ],
     )
-    def test_a_wrong_file_is_named(self, tmp_path: Path, text: str) -> None:
+    def test_a_wrong_file_is_named(self, tmp_path: Path, text: str, problem: str) -> None:
         file = tmp_path / "wrong.toml"
         file.write_text(text, "utf-8")
-        with pytest.raises(ValueError, match=r"wrong\.toml"):
+        with pytest.raises(ValueError, match=rf"wrong\.toml: .*{problem}"):
             Prices.load(file)
         with pytest.raises(OSError, match="absent"):
             Prices.load(tmp_path / "absent.toml")
