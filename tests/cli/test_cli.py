@@ -30,7 +30,8 @@ from ragorder.eval.report.demo import DemoReport, Pair
 from ragorder.eval.running.runner import Served
 
 COMMAND = ("-c", "from ragorder.cli import main; main(prog_name='ragorder')")
-MISSING = ("torch", "vllm", "faiss", "transformers", "sentence_transformers", "bm25s", "scipy", "matplotlib", "numpy")
+MISSING = ("torch", "vllm", "faiss", "transformers", "sentence_transformers", "bm25s", "langchain")
+MISSING += ("scipy", "matplotlib", "numpy")
 SETTINGS = [
     ("--capacity-tokens", "4096"),
     ("--block-size", "32"),
@@ -177,8 +178,8 @@ class TestImports:
     @pytest.mark.parametrize(
         ("arguments", "absent"),
         [
-            (("--help",), ("ragorder.eval", "rich", "numpy", "ragorder.adapters", "ragorder.kernels")),
-            (("order",), ("ragorder.eval", "rich", "numpy", "ragorder.adapters", "ragorder.kernels")),
+            (("--help",), ("ragorder.eval", "rich", "ragorder.adapters", "ragorder.kernels", *MISSING)),
+            (("order",), ("ragorder.eval", "rich", "ragorder.adapters", "ragorder.kernels", *MISSING)),
             (("serve", "--help"), ("ragorder.eval", "rich", "numpy", "torch", "httpx2", "starlette")),
             (("engine", "--help"), ("ragorder.eval", "rich", "numpy", "torch", "httpx2", "starlette")),
             (("route", "--help"), ("ragorder.eval", "rich", "numpy", "torch", "httpx2", "ragorder.kernels")),
