@@ -214,7 +214,7 @@ class PromptFiles:
                 files = [stack.enter_context(open(folder / name, "w", encoding="utf-8")) for name in _FILES]
             except OSError as error:
                 raise click.ClickException(f"--prompts {folder}: {error.strerror}: name another folder") from None
-            yield cls(*files, output_tokens)
+            yield cls(files[0], files[1], output_tokens)
 
     def retrieved(self, requests: Iterator[RequestToOrder]) -> Iterator[RequestToOrder]:
         for request in requests:

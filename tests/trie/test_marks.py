@@ -115,6 +115,13 @@ class TestResidency:
         residency.publish(writer)
         assert start(residency, "ab").cached_tokens == SYSTEM + 2 * TOKENS
 
+    def test_lives_anew_with_each_request_that_reads_it(self) -> None:
+        residency, clock = make(RULES, 2)
+        serve(residency, "ab")
+        for _ in range(5):
+            clock.now += 299
+            assert serve(residency, "ab").cached_tokens
+
     def test_a_clock_that_goes_back_makes_nothing_younger_or_older(self) -> None:
         residency, clock = make(RULES, 2)
         serve(residency, "ab")
