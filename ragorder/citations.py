@@ -19,11 +19,11 @@ _SEPARATOR = re.compile(r"[,;]")
 
 
 def number_label(document: Document | str, *, digits: int = 4) -> str:
-    """Return a number of `digits` digits (1 to 15) for a document or a text.
+    """Return a number of `digits` digits (1 to 15) for a document or a text, from the text alone.
 
         number_label(Document("faq-7", "Orders are shipped on the next working day."))
 
-    It depends on the text alone. Two of ten documents share a label of 4 digits in one request of 200.
+    With 4 digits, one in 200 requests for ten documents has two with the same label.
     """
     if not 1 <= digits <= 15:
         raise ValueError(f"a label cannot have {digits} digits: give 1 to 15 digits")
@@ -38,7 +38,7 @@ def cited(answer: str, documents: Iterable[D], label: Callable[[D], str]) -> lis
 
         cited(answer, ordering.documents, number_label)
 
-    Documents with the same label are returned together; unknown labels are ignored.
+    Documents of equal labels are returned together; unknown labels are ignored.
     """
     by_label: dict[str, list[D]] = {}
     for document in documents:

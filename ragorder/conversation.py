@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from hashlib import blake2b
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ragorder.common.counts import Estimate
+from ragorder.common.lru_cache import LRUCache
 from ragorder.document import Document
 from ragorder.ordering import Ordering
 from ragorder.scope.request import USUAL, Lengths
@@ -51,9 +52,8 @@ class OrdersTurns(Protocol):
 class MessageFormat:
     """How a prompt builder writes messages.
 
-    `header` returns a document's beginning up to its text, which identifies later versions. A document is followed by
-    one of `openings` (empty: by any text). Templates add `turn_tokens` after a user's message and `closing_tokens`
-    after an answer.
+    `header` returns a document up to its text. A document is followed by one of `openings` (empty: by any text).
+    Templates add `turn_tokens` after a user's message and `closing_tokens` after an answer.
     """
 
     system: str
@@ -67,7 +67,7 @@ class MessageFormat:
     turn_tokens: int
     closing_tokens: int
     estimated: bool
-    message_tokens: Callable[[str, Callable[[], int]], int]
+    message_tokens: LRUCache[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -78,11 +78,10 @@ class Turn:
         answer = ask(turn.messages)
         messages = turn.confirm(answer.text, answer.cached_tokens, answer.total_tokens)
 
-    - `messages`: the messages to send, the history's unchanged
+    - `messages`: those to send, the history's unchanged
     - `ordering`: of the documents `new`, which are sent, in prompt order
     - `repeated`: documents named instead of sent, best first
-    - `rebased`: the engine had evicted the conversation: `new` are documents of all its turns, and this turn's are
-      `repeated`
+    - `rebased`: the engine had evicted the conversation: `new` has the documents of all turns, `repeated` this turn's
     """
 
     messages: list[dict[str, Any]]
@@ -121,9 +120,8 @@ class Turn:
         return self._parts().bedrock()
 
     def answered(self, answer: str | Message) -> list[dict[str, Any]]:
-        """Return the messages with their answer, which later turns then find in the cache.
-
-        Call it before `ordering.confirm`.
+        """Return the messages with their answer. Call it before `ordering.confirm`, so that later turns find the
+        answer.
         """
         said = {"role": "assistant", "content": answer} if isinstance(answer, str) else dict(answer)
         keys = message_key(self.bearer), message_key(said)
@@ -146,7 +144,6 @@ class Turn:
         return messages
 
     def discard(self) -> None:
-        """Discard a request that failed or was never sent."""
         self.ordering.discard()
 
     def _parts(self) -> TurnParts:
@@ -161,7 +158,7 @@ class Turn:
 
 
 def read_history(history: Iterable[Message], form: MessageFormat) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the messages after the system prompt, and the message of the system prompt."""
+    """Return the messages after the system prompt, and the system prompt's own."""
     messages = []
     for message in history:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -184,8 +181,12 @@ def segments_of(messages: Sequence[Message], form: MessageFormat) -> list[Segmen
     segments = []
     for message in messages:
         key = message_key(message)
-        closing = form.closing_tokens if message.get("role") == "assistant" else form.turn_tokens
-        segments.append(Segment(key, form.message_tokens(key, partial(_count, form, message, closing))))
+        tokens = form.message_tokens.get(key)
+        if tokens is None:
+            closing = form.closing_tokens if message.get("role") == "assistant" else form.turn_tokens
+            tokens = _count(form, message, closing)
+            form.message_tokens.put(key, tokens)
+        segments.append(Segment(key, tokens))
     return segments
 
 
@@ -213,61 +214,8 @@ def digest_of(text: str) -> str:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-class ShownDocuments(Protocol):
-    """The part of a `MessageFormat` that describes how a prompt shows documents."""
-
-    @property
-    def document_text(self) -> Callable[[Document], str]: ...
-
-    @property
-    def header(self) -> Callable[[Document], str]: ...
-
-    @property
-    def escape(self) -> Callable[[str], str]: ...
-
-    @property
-    def openings(self) -> tuple[str, ...]: ...
-
-
-def appears_in(
-    form: ShownDocuments, document: Document, reference: str, texts: Sequence[str], openings: tuple[str, ...]
-) -> bool:
-    text, name = form.escape(form.document_text(document)), form.escape(name_in(reference, document))
-    header = form.escape(form.header(document))
-    # Without a header the text may be a part of another document.
-    if not text.strip() or not header.strip() or not text.startswith(header):
-        return False
-    for content in reversed(texts):
-        place = content.rfind(header)
-        # Skip places where the document is only named; its text is further above.
-        while place >= 0 and content.startswith(name, place) and not content.startswith(text, place):
-            place = content.rfind(header, 0, place + len(header) - 1)
-        if place >= 0:
-            end = place + len(text)
-            whole = end == len(content) or not openings or content.startswith(openings, end)
-            return whole and content.startswith(text, place)
-    return False
-
-
-def openings_after(form: ShownDocuments, reference: str) -> tuple[str, ...]:
-    """Return the texts that may directly follow a document; empty if any text may."""
-    openings = (*form.openings, opening_of(reference))
-    return openings if all(openings) else ()
-
-
 def name_in(reference: str, document: Document) -> str:
     return reference.format(id=document.id, title=str(document.metadata.get("title", "")))
-
-
-@lru_cache(maxsize=64)
-def check_reference(reference: str) -> None:
-    try:
-        fields = {name for _, name, *_ in Formatter().parse(reference) if name is not None}
-        reference.format(id="", title="")
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"reference: {error}; it may use {{id}} and {{title}}") from None
-    if "id" not in fields and "title" not in fields:
-        raise ValueError(f"reference must name the document by {{id}} or {{title}}: {reference!r}")
 
 
 @lru_cache(maxsize=64)

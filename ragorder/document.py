@@ -61,9 +61,8 @@ class Document:
 
 
 def check_readable(given: Sequence[Any], wanted: Mapping[str, str]) -> None:
-    """Raise TypeError if no object has one of the `wanted` attributes, with advice.
-
-    `wanted` maps attributes to the `Orderer` arguments that replace them.
+    """Raise TypeError with advice if no object has one of the attributes `wanted`, given with their `Orderer`
+    arguments.
     """
     missing = {name: argument for name, argument in wanted.items() if not any(_has(each, name) for each in given)}
     if given and missing:

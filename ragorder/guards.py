@@ -16,10 +16,10 @@ _ROUNDING = 1e-12
 class Guards:
     """Limits on the order of the documents. The default limits nothing.
 
-    `keep_first` or `keep_last` top-ranked documents come first, or last with rank 1 next to the question. For the
-    others `max_displacement` limits the distance between rank and position, `keep_groups` keeps the order within
-    groups, and `max_gain_lost` is the share of discounted cumulative gain (Järvelin, Kekäläinen 2002; a document gains
-    1 / rank) that an order may lose.
+    `keep_first` or `keep_last` top-ranked documents come first, or last with rank 1 next to the question. Of the
+    others, `max_displacement` limits the distance between rank and position, `keep_groups` keeps the order within
+    groups, and `max_gain_lost` limits the share of discounted cumulative gain (Järvelin, Kekäläinen 2002; gain 1 /
+    rank) that is lost.
     """
 
     keep_first: int = 0
@@ -85,10 +85,7 @@ class RequestGuards:
         return True
 
     def _may_stand(self, rank: int, place: int, earliest: int, placed: set[int]) -> bool:
-        """Return whether a rank may come at this place.
-
-        `earliest`, the best rank not yet placed, must come now at its latest allowed place.
-        """
+        """`earliest`, the best rank not yet placed, must come at its latest allowed place."""
         if rank == earliest:
             return True
         in_reach = rank - place <= self._limit and place + 1 - earliest <= self._limit

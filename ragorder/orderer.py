@@ -110,9 +110,9 @@ class Orderer:
     are `Document`s, or any objects with the callables `key` (content identity), `tokens` (length in the prompt) and
     `group` (for `keep_groups`).
 
-    `Orderer.for_vllm` connects to a live server. By hand, `token_ids` (a document's tokens) and `prefix_ids` (the
-    tokens before the documents) locate documents among the engine's `blocks`; a scope is then the requests'
-    `cache_salt`. With `prefix_ids=None` the prefix of `lengths` has tokens and salt, as `KnownTokens`.
+    `Orderer.for_vllm` connects to a live server. By hand, `token_ids` (a document's tokens) and `prefix_ids` (those
+    before the documents; None: `lengths` has them, as `KnownTokens`) locate documents among the engine's `blocks`. A
+    scope is then the requests' `cache_salt`.
 
     Ordering raises only TypeError, for objects that are not documents. After an internal error the documents stay in
     retrieval order and `fallbacks` counts it; `strict=True` raises it. A copy (copy, pickle, process pool) starts
@@ -176,8 +176,8 @@ class Orderer:
     ) -> Self:
         """Return an orderer for the vLLM server at `base_url`, with block size and capacity from its `/metrics`.
 
-        With `events_endpoint`, better also `replay_endpoint`, KV events keep the residency exact, across processes;
-        this needs `builder` with the model's tokenizer. Each missing feature of the server is a `DegradedWarning`.
+        With `events_endpoint`, better also `replay_endpoint`, KV events keep the residency exact; this needs `builder`
+        with the model's tokenizer. Each missing feature of the server is a `DegradedWarning`.
 
         Raises ImportError naming the extra, RuntimeError if no server answers, ValueError for an unusable endpoint.
         """
@@ -206,7 +206,7 @@ class Orderer:
         """Return an orderer for a cloud whose cache resumes a prompt only at breakpoints of earlier prompts.
 
         `ordering.breakpoints` has those to set (docs/clouds.md). `provider`, `model` and `ttl` ("5m", "1h") select a
-        table of rules; `rules` replace it. `builder` has the lengths of documents and system prompt.
+        table of rules; `rules` replace it. `builder` knows the lengths of documents and system prompt.
         """
         from ragorder.scope.cloud_scope import CloudCache, cloud_settings
 
@@ -243,10 +243,7 @@ class Orderer:
         return self._degradations.reasons
 
     def degrade(self, reason: str) -> None:
-        """Add a reason to `degraded`, with one warning. Never raises.
-
-        The reason must not name a document, key or tenant.
-        """
+        """Add a reason to `degraded`, with one warning. Never raises. It must not name a document, key or tenant."""
         self._degradations.add(reason)
 
     @property
@@ -385,9 +382,9 @@ class Orderer:
         scope: Hashable = None,
         lengths: Lengths = USUAL,
     ) -> None:
-        """Count a request that another process served on the same engine, as if ordered and served here.
+        """Count a request that another process served on the same engine. Not needed with KV events.
 
-        Without the `permutation` of its ordering the documents are in prompt order. Not needed with KV events.
+        Without the `permutation` of its ordering the documents are in prompt order.
         """
         given = list(documents)
         try:
@@ -404,7 +401,7 @@ class Orderer:
         lengths: Lengths = USUAL,
         max_wait: int | None = None,
     ) -> Batch[D]:
-        """Order many requests and their documents, so that requests that share documents are adjacent.
+        """Order requests and their documents, so that requests that share documents are adjacent.
 
         The orderings are in serving order, each with its `index` in `requests`, at most `max_wait` places late, and in
         flight once accessed. Predicted hits are at least those of `order` for each in turn.
@@ -446,10 +443,7 @@ class Orderer:
         return _unordered(list(documents))
 
     def clone(self, **changes: Unpack[OrdererOptions]) -> Orderer:
-        """Return an orderer with changed settings and empty trees, without KV events, for comparison.
-
-        Lengths learned from the engine's reports are shared.
-        """
+        """Return an orderer with changed settings, empty trees and no KV events. Learned lengths are shared."""
         clone = Orderer(self.settings.changed(**changes), **self._callables)
         clone._lengths = self._lengths
         return clone
@@ -525,7 +519,6 @@ class Orderer:
         return Scope(name, settings, self._scopes, pool, self._contents, self._lengths.of(name))
 
     def after_fork(self) -> None:
-        """Renew what the parent's other threads may have been changing, and stop following events."""
         if self._lock.after_fork() or self._contents is not None:
             self._scopes = Scopes(self.settings, self._tiers, self._lock.defer)
         if self._contents is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, NoReturn, TypeVar, overload
 
 from ragorder.common.counts import reported_count
 from ragorder.common.lock import run_or_defer
@@ -14,6 +14,7 @@ from ragorder.trie.residency import Lease
 if TYPE_CHECKING:
     from ragorder.clouds.prices import Cost
     from ragorder.clouds.request import CloudRequest
+    from ragorder.trie.tail import Tail
 
 D = TypeVar("D")
 
@@ -54,18 +55,13 @@ class RequestOutcome(NamedTuple):
 
 
 class CloudOutcome(RequestOutcome):
-    """The outcome of a request to a cloud; its cost is no item, because callers unpack four."""
+    """The outcome of a request to a cloud. Its cost is no item: callers unpack four."""
 
     paid: Cost | None = None
 
     @property
     def cost(self) -> Cost | None:
         return self.paid
-
-
-class Forecast(Protocol):
-    def expected_uses(self, keys: Sequence[Hashable]) -> Sequence[float]:
-        """Return the expected requests with the first document, the first two, …, or nothing."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -77,14 +73,14 @@ class Ordering(Generic[D]):
 
     - `permutation`: for each place, the retrieval rank (from 0) of its document
     - `prefix_documents`: leading documents that the engine should hold
-    - `cached_tokens`: prompt tokens that it should reuse, including the system prompt
+    - `cached_tokens`: prompt tokens that it should reuse, with the system prompt
     - `host_tokens`, `disk_tokens`: cached tokens to load from host memory or disk
     - `documents_end`: prompt tokens up to the end of the last document
     - `guard_cost_tokens`: cached tokens that the guards cost
     - `index`: position of the request in its batch
-    - `fused`: places of documents whose copies are reused (`reuse="fused"`)
+    - `fused`: places of reused copies (`reuse="fused"`)
     - `exact_documents`: leading documents that the engine must compute exactly
-    - `fallback`: the documents are in retrieval order after an internal error
+    - `fallback`: retrieval order after an internal error
     - `cloud`: breakpoints of a request to a cloud (`Orderer.for_cloud`)
     """
 
@@ -97,7 +93,7 @@ class Ordering(Generic[D]):
     _finish: Callable[[Any, RequestOutcome], None] | None = None
     _lease: object = None
     documents_end: int = 0
-    _forecast: Forecast | None = None
+    _forecast: Tail | None = None
     _keys: Sequence[Hashable] = ()
     host_tokens: int = field(default=0, init=False)
     disk_tokens: int = field(default=0, init=False)
@@ -164,8 +160,8 @@ class Ordering(Generic[D]):
     ) -> None:
         """Record that the engine served the request, with the token counts that it reported.
 
-        `total_tokens` are prompt and answer; a cloud wrote `written_tokens` into its cache. Only the first `confirm` or
-        `discard` counts.
+        `total_tokens` are prompt and answer, `written_tokens` those that a cloud wrote into its cache. Only the first
+        `confirm` or `discard` counts.
         """
         cached_tokens, total_tokens = reported_count(cached_tokens), reported_count(total_tokens)
         prompt_tokens, written_tokens = reported_count(prompt_tokens), reported_count(written_tokens)
@@ -179,7 +175,7 @@ class Ordering(Generic[D]):
             self._end(outcome)
 
     def readable(self) -> None:
-        """Record the answer's first token: from now on others can read its entries in a cloud's cache. Optional before
+        """Record the answer's first token: others can now read its entries in a cloud's cache. Optional before
         `confirm`.
         """
         if self.cloud is not None:
@@ -192,9 +188,10 @@ class Ordering(Generic[D]):
         self._end(RequestOutcome(False))
 
     def set_history_keys(self, message: str, answer: str = "", *, closing_tokens: int = 0) -> None:
-        """Set the keys (`Segment.key`) of this request's message and answer, so that later turns find their KV.
+        """Set the keys (`Segment.key`) by which later turns find this request's message and answer. Call it before
+        `confirm`.
 
-        `closing_tokens`: template text after the answer. Call it before `confirm`.
+        `closing_tokens`: template text after the answer.
         """
         for twin in self.twins:
             twin.set_history_keys(message, answer, closing_tokens=closing_tokens)

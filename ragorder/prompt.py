@@ -55,7 +55,7 @@ class Prompt:
     """One prompt in the formats of engines.
 
     `token_ids` are exact (None without a tokenizer); engines tokenise `text` or `messages` themselves. `anthropic()`,
-    `openai()` and `bedrock()` have one content part per document and the breakpoints of an `Orderer.for_cloud`.
+    `openai()` and `bedrock()` have one content part per document, with the breakpoints of `Orderer.for_cloud`.
     """
 
     text: str
@@ -99,10 +99,10 @@ class PromptBuilder:
 
     - `document_template` has {text} and optionally {id}, {title} (metadata) and {label}, but no rank
     - `label` returns the {label} by which an answer cites a document
-    - `question_template` has {query} and everything that varies between requests
+    - `question_template` has {query}, and everything else that varies between requests
     - `tokenizer` (transformers) is the served model's; its chat template frames the prompt
     - `state_ranking` adds the retrieval ranking, by id, after the documents
-    - `align_to` (the engine's block size) pads system prompt and documents with newlines to whole blocks
+    - `align_to` (the engine's block size) pads system prompt and documents to whole blocks
     - `cached_documents`: documents whose tokens are kept, in at most 64 MiB
 
     Special tokens in documents and questions are escaped; a history is sent unchanged.
@@ -139,7 +139,10 @@ class PromptBuilder:
         self._head, self._tail, self._system_role = frame
         self.shown = frozenset(_fields(document_template))
         self._cache: LRUCache[_Segment] = LRUCache(cached_documents, _KEPT_BYTES)
-        self._filler = self._find_filler() if align_to is not None else 0
+        newline = self._tokenizer.encode("\n") if self._tokenizer and align_to else [0]
+        if not newline:
+            raise ValueError("align_to: the tokenizer has no token for a newline to pad with")
+        self._filler = newline[-1]
         ids, padding = self._encode(self._head)
         self._head, self._head_ids = self._head + "\n" * padding, tuple(ids)
 
@@ -161,13 +164,10 @@ class PromptBuilder:
     def count_tokens(self, document: Document) -> int:
         """Return `document_tokens` uncached, so that timing does not reveal documents seen before.
 
-        Long texts are counted in pieces, each with an error of one or two tokens.
+        Each 32,768 characters of a long text add an error of one or two tokens.
         """
-        text = self._render(document)
-        if self._tokenizer is None:
-            return estimate_tokens(text)
-        tokens = sum(len(self._tokenizer.encode(piece)) for piece in split_text(text))
-        return tokens + (-tokens % self._align_to if self._align_to else 0)
+        tokens = self._count(self._render(document))
+        return tokens + -tokens % self._align_to if self._align_to else tokens
 
     @property
     def prefix_ids(self) -> Sequence[int]:
@@ -226,7 +226,7 @@ class PromptBuilder:
         another. A document that the history contains unchanged is named by `reference` ({id}, {title}), unless `repeat`
         is "send". With `tool_call_id` the message is that tool's result, without a question.
 
-        `rebase` has the documents of earlier turns. If the engine has evicted the conversation, and if this saves
+        `rebase` has the documents of earlier turns. If the engine has evicted the conversation, and if it saves
         computation, they and this turn's are ordered together before the first question, and named where they were;
         store the new messages.
         """
@@ -242,32 +242,23 @@ class PromptBuilder:
 
     @cached_property
     def message_format(self) -> MessageFormat:
-        counts: LRUCache[int] = LRUCache(_KEPT_COUNTS)
-
-        def known(key: str, count: Callable[[], int]) -> int:
-            tokens = counts.get(key)
-            if tokens is None:
-                tokens = count()
-                counts.put(key, tokens)
-            return tokens
-
         closing = self._tokenizer.between_turns(self.system if self._system_role else "") if self._tokenizer else ""
         openings = [opening_of(self._document_template), self.question_opening]
         if self._state_ranking:
             openings.append(_RANKING)
         return MessageFormat(
-            self.system,
-            self._system_role,
-            self.document_text,
-            self._header,
-            lambda query, documents: self._question(query, documents, range(len(documents))),
-            self._escape,
-            self._count,
-            tuple(openings),
-            self._count(self._tail),
-            self._count(closing),
-            self._tokenizer is None,
-            known,
+            system=self.system,
+            system_role=self._system_role,
+            document_text=self.document_text,
+            header=self._header,
+            question=lambda query, documents: self._question(query, documents, range(len(documents))),
+            escape=self._escape,
+            count=self._count,
+            openings=tuple(openings),
+            turn_tokens=self._count(self._tail),
+            closing_tokens=self._count(closing),
+            estimated=self._tokenizer is None,
+            message_tokens=LRUCache(_KEPT_COUNTS),
         )
 
     def _header(self, document: Document) -> str:
@@ -328,16 +319,12 @@ class PromptBuilder:
             key = content_key(self.label_of(document), key)
         segment = self._cache.get(key)
         if segment is None:
-            segment = self._make_segment(document)
+            text = self._render(document)
+            ids, padding = self._encode(text)
+            tokens = len(ids) if self._tokenizer else estimate_tokens(text)
+            segment = _Segment(tokens, array("q", ids).tobytes(), padding)
             self._cache.put(key, segment, len(segment.ids) + _ENTRY_BYTES)
         return segment
-
-    def _make_segment(self, document: Document) -> _Segment:
-        text = self._render(document)
-        if self._tokenizer is None:
-            return _Segment(estimate_tokens(text))
-        ids, padding = self._encode(text)
-        return _Segment(len(ids), array("q", ids).tobytes(), padding)
 
     def _question(self, query: str, ordered: Sequence[Document], ranking: Sequence[int]) -> str:
         question = self._question_template.format(query=query)
@@ -353,13 +340,6 @@ class PromptBuilder:
         ids = self._tokenizer.encode(text)
         missing = -len(ids) % self._align_to if self._align_to else 0
         return ids + [self._filler] * missing, missing
-
-    def _find_filler(self) -> int:
-        assert self._tokenizer is not None
-        ids = self._tokenizer.encode("\n")
-        if not ids:
-            raise ValueError("align_to: the tokenizer has no token for a newline to pad with")
-        return ids[-1]
 
 
 def _fields(template: str) -> set[str]:

@@ -28,8 +28,8 @@ def plan_shards(
                 engine.serve(questions[ordering.index], ordering.documents)
 
     Requests that share documents are in one shard; shards have about equal tokens. `prefix_documents` and
-    `cached_tokens` are shared with the request before. `confirm` and `discard` have no effect. Plan tenants separately.
-    For batches larger than memory use `ragorder plan`.
+    `cached_tokens` are shared with the request before; `confirm` and `discard` have no effect. Plan tenants separately.
+    `ragorder plan` is for batches larger than memory.
     """
     reader = RequestReader(key, tokens, None, None, by_group=False)
     read = [_read(reader, list(documents)) for documents in requests]

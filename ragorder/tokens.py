@@ -35,9 +35,8 @@ _WINDOW = 1 << 15
 
 
 class PromptFrame(NamedTuple):
-    """The chat template's text before and after the user's turn.
-
-    The turn opens with the system prompt unless `system_role`.
+    """The chat template's text before and after the user's turn, which opens with the system prompt unless
+    `system_role`.
     """
 
     before: str
@@ -81,11 +80,11 @@ class SegmentTokenizer:
         user = {"role": "user", "content": PLACEHOLDER}
         system_role = True
         try:
-            rendered = self._render([{"role": "system", "content": system}, user] if system else [user])
+            rendered = self._render(system, user)
         except Exception:
             # Some templates (Gemma's, Mistral's first) have no system role.
             system_role = False
-            rendered = self._render([{"role": "user", "content": f"{system}\n\n{PLACEHOLDER}"}])
+            rendered = self._render("", {"role": "user", "content": f"{system}\n\n{PLACEHOLDER}"})
         before, slot, after = rendered.partition(PLACEHOLDER)
         if not slot or PLACEHOLDER in after:
             raise ValueError("the tokenizer's chat template must show the user's message exactly once")
@@ -99,15 +98,16 @@ class SegmentTokenizer:
         roles = ["user", "assistant", "user"]
         messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
         try:
-            rendered = self._render([{"role": "system", "content": system}, *messages] if system else messages)
+            rendered = self._render(system, *messages)
         except Exception:
             return ""
         _, answered, rest = rendered.partition(said[1])
         between, again, _ = rest.partition(said[2])
         return between if answered and again else ""
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        rendered: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    def _render(self, system: str, *messages: dict[str, str]) -> str:
+        shown = [{"role": "system", "content": system}, *messages] if system else [*messages]
+        rendered: str = self._tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=True)
         return rendered
 
 
@@ -118,7 +118,7 @@ def repair_unicode(text: str) -> str:
 
 
 def special_token_escaper(special_tokens: Iterable[str] | None = None) -> Callable[[str], str]:
-    """Return a function that escapes special tokens by a space after the first character, or removes them.
+    """Return a function that puts a space into special tokens, or removes them.
 
     `special_tokens` are the served model's (None: those of common chat templates).
     """
@@ -179,10 +179,7 @@ def _replace(pattern: re.Pattern[str], longest: int, text: str, by: Callable[[re
 
 
 def split_text(text: str) -> Iterator[str]:
-    """Yield pieces of at most 32,768 characters, cut before white space if possible.
-
-    Each cut changes the number of tokens by at most two.
-    """
+    """Yield pieces of at most 32,768 characters, cut before white space if possible. A cut changes at most 2 tokens."""
     start = 0
     while len(text) - start > _PIECE_CHARACTERS:
         end = start + _PIECE_CHARACTERS

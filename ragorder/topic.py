@@ -20,14 +20,10 @@ _RESCALE = 1e200
 
 
 class DecayedSketch:
-    """Counts of digests; an occurrence `half_life` steps ago counts half.
-
-        counts = DecayedSketch()
-        counts.step()
-        counts.add(digest)
+    """Counts of 16-byte digests; an occurrence `half_life` steps ago counts half.
 
     A count-min sketch with conservative updates (Estan and Varghese 2002): four rows of `width` cells, a power of two.
-    Digests have 16 bytes. Concurrent threads may lose counts.
+    Concurrent threads may lose counts.
     """
 
     def __init__(self, half_life: int = 4096, width: int = 1 << 14) -> None:
@@ -81,9 +77,9 @@ class Topics:
         topics.of(["faq-7", "faq-2"], scope="acme")  # 32 hexadecimal digits
 
     A topic is the scope and the most popular document of a request; while it has more than `share` of all requests, the
-    next popular document is added. Popularity is compared in orders of magnitude (8 times), ties by a digest. So a
-    topic seldom changes, and is the same in processes with the same `secret` (default: RAGORDER_TOPIC_SECRET) that see
-    samples of the same traffic. Without the secret it reveals nothing about its documents.
+    next popular one is added. Popularity is compared in orders of magnitude (8 times). So topics seldom change, and
+    agree between processes with the same `secret` (default: RAGORDER_TOPIC_SECRET) that see samples of the same
+    traffic. Without the secret they reveal nothing about documents.
     """
 
     def __init__(self, secret: str | None = None, *, share: float = 1 / 32) -> None:
@@ -102,7 +98,7 @@ class Topics:
     def of(self, keys: Iterable[Hashable], scope: Hashable = None) -> str | None:
         """Count the documents with these keys and return their topic, or None without documents.
 
-        Keys and scopes are texts, bytes or numbers, or have a `repr` that is the same in all processes.
+        Keys and scopes are texts, bytes or numbers, or have the same `repr` in all processes.
         """
         tenant = _encoded(scope)
         documents = {self._digest(b"document", tenant, _encoded(key)) for key in keys}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from string import Formatter
 from typing import Any
 
 from ragorder.clouds import PromptParts, openai_content
@@ -15,11 +17,9 @@ from ragorder.conversation import (
     OrdersTurns,
     Repeat,
     Turn,
-    appears_in,
-    check_reference,
     digest_of,
     name_in,
-    openings_after,
+    opening_of,
     read_history,
     segments_of,
     texts_of,
@@ -49,7 +49,7 @@ class DocumentInMessage:
 class Layout:
     """A rebased conversation: `documents` removed from `messages`, and named except in the first message.
 
-    They belong before that message's content, after the `system` prompt if it has no message of its own.
+    They belong before that message's content, after `system` if the system prompt has no message of its own.
     """
 
     documents: list[Document]
@@ -78,8 +78,8 @@ def rebase_messages(
 ) -> Layout | None:
     """Return all documents `asked` for now and those of `earlier` turns in the messages, together.
 
-    `system` opens the first message if it has no message of its own. A document is followed by one of `openings`.
-    Returns None if nothing moves, or if a document asked for would stay.
+    `system` opens the first message if it has no message of its own. One of `openings` follows each document. Returns
+    None if nothing moves, or if a document asked for would stay.
     """
     first = messages[0].get("content")
     if messages[0].get("role") != "user" or not isinstance(first, str) or not first.startswith(system):
@@ -184,7 +184,7 @@ def make_turn(
         raise ValueError(f"repeat must be 'name' or 'send', got {repeat!r}")
     if rebase is not None and repeat != "name":
         raise ValueError("rebase names the documents of all turns: it needs repeat='name'")
-    check_reference(reference)
+    _check_reference(reference)
     earlier = None if rebase is None else read_earlier(rebase)
     given = list(documents)
     messages, front = read_history(history, form)
@@ -212,9 +212,8 @@ class _TurnMaker:
     messages: list[dict[str, Any]]
 
     def make(self, text: str, given: list[Document], earlier: list[Document] | None, *, names: bool) -> Turn:
-        """Make the turn from `text`, the question, and `given`, its documents.
-
-        `earlier` has the documents of former turns, or None if the conversation must not be rebased.
+        """Make the turn from `text`, the question, and `given`, its documents. `earlier`: those of former turns, to
+        rebase.
         """
         form = self.form
         named: list[Document] = self._repeated(given) if names and self.messages else []
@@ -244,9 +243,8 @@ class _TurnMaker:
 
     def _rebase(self, text: str, given: list[Document], earlier: list[Document], appended: _Place) -> Turn | None:
         form = self.form
-        openings = openings_after(form, self.reference)
         asked, before = (list(map(self._in_message, documents)) for documents in (given, earlier))
-        layout = rebase_messages(self.messages, asked, before, system=self._system, openings=openings)
+        layout = rebase_messages(self.messages, asked, before, system=self._system, openings=self._openings)
         if layout is None:
             return None
         first, *others = [*layout.messages, self._message(form.escape(self._names(given) + text))]
@@ -272,6 +270,12 @@ class _TurnMaker:
     def _system(self) -> str:
         form = self.form
         return f"{form.system}\n\n" if form.system and not form.system_role else ""
+
+    @property
+    def _openings(self) -> tuple[str, ...]:
+        """The texts that may directly follow a document; empty if any text may."""
+        openings = (*self.form.openings, opening_of(self.reference))
+        return openings if all(openings) else ()
 
     def _content(self, ordering: Ordering[Document], asked: str) -> str | list[dict[str, Any]]:
         form, texts = self.form, list(map(self.form.document_text, ordering.documents))
@@ -303,13 +307,44 @@ class _TurnMaker:
     def _repeated(self, given: Sequence[Document]) -> list[Document]:
         bearers = [message for message in self.messages if message.get("role") in _BEARERS]
         texts = [text for message in bearers for text in texts_of(message)]
-        openings = openings_after(self.form, self.reference)
-        return [each for each in given if appears_in(self.form, each, self.reference, texts, openings)]
+        openings = self._openings
+        return [each for each in given if _appears_in(self.form, each, self.reference, texts, openings)]
 
     def _in_message(self, document: Document) -> DocumentInMessage:
         form = self.form
         texts = form.document_text(document), form.header(document), name_in(self.reference, document)
         return DocumentInMessage(document, *map(form.escape, texts))
+
+
+def _appears_in(
+    form: MessageFormat, document: Document, reference: str, texts: Sequence[str], openings: tuple[str, ...]
+) -> bool:
+    text, name = form.escape(form.document_text(document)), form.escape(name_in(reference, document))
+    header = form.escape(form.header(document))
+    # Without a header the text may be a part of another document.
+    if not text.strip() or not header.strip() or not text.startswith(header):
+        return False
+    for content in reversed(texts):
+        place = content.rfind(header)
+        # Skip places where the document is only named; its text is further above.
+        while place >= 0 and content.startswith(name, place) and not content.startswith(text, place):
+            place = content.rfind(header, 0, place + len(header) - 1)
+        if place >= 0:
+            end = place + len(text)
+            whole = end == len(content) or not openings or content.startswith(openings, end)
+            return whole and content.startswith(text, place)
+    return False
+
+
+@lru_cache(maxsize=64)
+def _check_reference(reference: str) -> None:
+    try:
+        fields = {name for _, name, *_ in Formatter().parse(reference) if name is not None}
+        reference.format(id="", title="")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"reference: {error}; it may use {{id}} and {{title}}") from None
+    if "id" not in fields and "title" not in fields:
+        raise ValueError(f"reference must name the document by {{id}} or {{title}}: {reference!r}")
 
 
 def _prepend(text: str, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:

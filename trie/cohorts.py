@@ -10,13 +10,9 @@ from ragorder.trie.tree import Key
 
 
 class Cohorts:
-    """The last `size` requests: for each document, a bit mask of the requests that contain it.
+    """The last `size` requests: for each document, a bit mask of the requests that contain it (`masks`).
 
-        cohorts = Cohorts(2048)
-        cohorts.add(["a", "b"])
-        (cohorts.masks["a"] & cohorts.masks["b"]).bit_count()  # 1 request with both
-
-    Drops old requests while they have more than `max_documents` different documents (0.3 KB each).
+    Old requests are dropped while there are more than `max_documents` different documents (0.3 KB each).
     """
 
     def __init__(self, size: int = 2048, max_documents: int = 16_384) -> None:
@@ -49,7 +45,7 @@ class Cohorts:
         return former
 
     def latest(self, count: int, skip: int = 0) -> int:
-        """Return the mask of `count` requests before the last `skip`; count + skip must not exceed `size`."""
+        """Return the mask of `count` requests before the last `skip`; count + skip is at most `size`."""
         mask = ((1 << count) - 1) << (self.added - skip - count) % self.size
         return (mask | mask >> self.size) & self.all
 

@@ -24,12 +24,8 @@ _RANKS = 64
 class ExpectedUses:
     """Expected number of the next `HORIZON` requests that will contain all of some documents.
 
-        uses = ExpectedUses()
-        uses.observe(["a", "b"])
-        uses.joined(["b", "a"], placed=[0], candidates=[1])  # with b and a
-
-    The number of recorded requests with these documents, times the rate at which such counts came true, plus the rest
-    of the present burst.
+    That is the number of recorded requests with these documents, times the rate at which such counts came true, plus
+    the rest of the present burst.
     """
 
     def __init__(self, requests: int = 2048) -> None:
@@ -81,9 +77,8 @@ class ExpectedUses:
         ]
 
     def in_the_long_run(self, keys: Sequence[Key]) -> list[float]:
-        """Return uncalibrated uses of the first document, the first two, …, to compare one request's documents.
-
-        They count all recorded requests, plus one for the request observed last.
+        """Return uncalibrated uses of the first document, the first two, …: all recorded requests, and the one observed
+        last.
         """
         cohorts, kept = self.cohorts, self.kept
         masks, votes, burst = cohorts.masks, cohorts.latest(len(cohorts)), _BURST_LENGTH * self._bursts.excess
@@ -110,10 +105,7 @@ class _Sample(NamedTuple):
 
 
 class _Recurrence:
-    """Rate at which recorded requests recur: slope of later over earlier counts of a request's documents.
-
-    Comparing within a request ignores differences that no order can use.
-    """
+    """Rate at which requests recur: the slope of later over earlier counts, compared within one request's documents."""
 
     # Requests after which a sample is compared, requests between two samples, and weights of the regression.
     _AHEAD = 64

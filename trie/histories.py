@@ -10,7 +10,7 @@ from itertools import count
 from typing import NamedTuple
 
 from ragorder.trie.search import Permits
-from ragorder.trie.tree import Key, KnowledgeTree, Node
+from ragorder.trie.tree import Key, KnowledgeTree, Node, children_among
 
 _KEPT_SEGMENTS = 32_768
 
@@ -21,7 +21,7 @@ class Segment:
 
         Segment(hashlib.sha256(text.encode()).hexdigest(), tokens=312)
 
-    `key` identifies the content; `tokens` includes template text. Raises TypeError or ValueError if either is invalid.
+    `key` identifies the content; `tokens` includes template text. Raises TypeError or ValueError.
     """
 
     key: str
@@ -47,9 +47,9 @@ class History:
 
     - `segments` precede the documents; a first turn has none
     - `question` follows them: one segment, or several of a rebased conversation
-    - `sent`: the ranks in the order of an earlier request with these documents, to repeat it
+    - `sent`: the ranks in the order in which an earlier request sent these documents, to repeat it
 
-    `chains` has for each segment a digest of it and all before it.
+    `chains`: for each segment a digest of it and all before it.
     """
 
     __slots__ = ("chains", "following", "question", "segments", "sent")
@@ -81,16 +81,16 @@ class History:
 
 
 class AnswerKey(bytes):
-    """Key of an answer's node, which ends where the engine's report says."""
+    """Key of an answer's node. The engine has reported where it ends, so `resize` leaves its end."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class TurnEnd:
     """A conversation's request in the tree.
 
-    The path has `history_nodes` (`sizes` of each segment), documents up to number `documents`, then the question and
-    later segments. Later histories use the keys `message` (with the documents) and `answer`; `closing_tokens` is
-    template text after the answer.
+    Its path is the root, `history_nodes` nodes (`sizes`: how many for each segment), the documents up to place
+    `documents`, the question and later segments. Histories of later turns name this message, with its documents, by the
+    key `message` and its answer by `answer`. Template text of `closing_tokens` follows the answer.
     """
 
     _histories: Histories
@@ -137,8 +137,6 @@ class _Part(NamedTuple):
 
 
 class _Path(NamedTuple):
-    """A history's nodes, and the number of nodes of each segment."""
-
     keys: list[Key]
     lengths: list[int]
     sizes: list[int]
@@ -170,8 +168,8 @@ class KnownSegments:
 class Histories:
     """Served segments of histories as nodes of a tree.
 
-    A message is stored as the nodes of its documents and its question, which other requests share. An unknown segment
-    (dropped, or of another process) is one opaque node.
+    A message is stored as the nodes of its documents and its question, which other requests share; an unknown one
+    (forgotten, or served by another process) is one opaque node.
     """
 
     _numbers = count()
@@ -203,10 +201,7 @@ class Histories:
         return self._walk([*self._path(history).keys, *keys, *history.tail_keys()])
 
     def has_lost(self, history: History) -> bool:
-        """Return whether the engine has evicted the first message of a served history.
-
-        False for an unknown history, which another process may have served.
-        """
+        """Return whether the engine has evicted the first message of a history; False if it was not served here."""
         part = self._known.get(self._own + history.chains[0]) if history.chains else None
         if part is None:
             return False
@@ -242,9 +237,9 @@ class Histories:
 def find_below(
     tree: KnowledgeTree, top: Node, ranks: Mapping[Key, int], budget: int, permits: Permits | None = None
 ) -> list[int]:
-    """Return the ranks on the longest held path below a node; ties go to the most recently used.
+    """Return the ranks on the longest held path below a node, the last used of equal ones.
 
-    At most `budget` nodes are examined.
+    Looks at `budget` nodes at most.
     """
     if not held(top):
         return []
@@ -253,9 +248,8 @@ def find_below(
     stack: list[tuple[Node, list[int]]] = [(top, [])]
     while stack and budget > 0:
         above, path = stack.pop()
-        for key in _shared(above.children or {}, ranks):
-            node = (above.children or {})[key]
-            ranked = [*path, ranks[key]]
+        for node in children_among(above, ranks):
+            ranked = [*path, ranks[node.key]]
             budget -= 1
             if permits is not None and not permits(ranked):
                 continue
@@ -278,12 +272,6 @@ def held_tokens(tree: KnowledgeTree, path: Sequence[Node]) -> int:
         if not held(node):
             break
     return end
-
-
-def _shared(children: Mapping[Key, Node], ranks: Mapping[Key, int]) -> Iterable[Key]:
-    if len(children) < len(ranks):
-        return [key for key in children if key in ranks]
-    return [key for key in ranks if key in children]
 
 
 def _link(chain: bytes, key: str) -> bytes:

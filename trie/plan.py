@@ -368,10 +368,14 @@ def _extend(
     return [(indices[number], held + order) for number, order in beyond]
 
 
-def shared_tokens(one: Sequence[Key], other: Sequence[Key], tokens: Mapping[Key, int]) -> int:
+def shared_documents(one: Sequence[Key], other: Sequence[Key]) -> int:
     shared = 0
     for key, opposite in zip(one, other, strict=False):
         if key != opposite:
             break
-        shared += tokens[key]
+        shared += 1
     return shared
+
+
+def shared_tokens(one: Sequence[Key], other: Sequence[Key], tokens: Mapping[Key, int]) -> int:
+    return sum([tokens[key] for key in one[: shared_documents(one, other)]])

@@ -30,10 +30,9 @@ class PrefillProfile:
         profile = PrefillProfile.from_file("profile.json")
         profile(cached_tokens=2048, new_tokens=512)  # seconds
 
-    Bilinear inside the grid, linear outside, never falling or negative.
-
-    `loads` are seconds to load a cached token to the device, by tier ("host", "disk"; the disk defaults to the host,
-    the host to 0). `facts` are JSON values. Raises ValueError for an invalid grid, falling times, or invalid loads.
+    Bilinear inside the grid, linear outside, never falling or negative. `loads` are seconds to load a cached token to
+    the device, by tier ("host", "disk"; the disk defaults to the host, the host to 0). Raises ValueError for an invalid
+    grid, falling times, or invalid loads.
     """
 
     cached_tokens: tuple[int, ...]

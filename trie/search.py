@@ -46,9 +46,9 @@ searches: Registry[PrefixSearch] = Registry("search")
 
 @searches.register("best", "the longest cached path in tokens")
 class BestPathSearch(PrefixSearch):
-    """Depth-first search for the longest cached prefix in tokens; ties go to the most recently used.
+    """Depth-first search of at most `budget` nodes for the longest cached prefix in tokens; ties go to the last used.
 
-    At most `budget` nodes are examined. A partly cached node ends its path.
+    A partly cached node ends its path.
     """
 
     def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:
@@ -112,17 +112,18 @@ class GreedySearch(PrefixSearch):
 
 
 class Price(Protocol):
-    """Seconds until a prompt is prefilled: RAGCache's T(cached, new) (section 5.1) plus loads."""
+    """Seconds until a prompt is prefilled: RAGCache's T(cached, new) (section 5.1), and loads from host memory and
+    disk.
+    """
 
-    def __call__(self, cached_tokens: int, new_tokens: float, host_tokens: int, disk_tokens: int) -> float:
-        """Return the seconds if some cached tokens are loaded from host memory and from disk."""
+    def __call__(self, cached_tokens: int, new_tokens: float, host_tokens: int, disk_tokens: int) -> float: ...
 
 
 class Rest(NamedTuple):
     """What a request computes and loads besides its cached path.
 
-    `new_tokens` returns the tokens to compute after a number of cached tokens. `loads` has the tokens to load from host
-    memory and disk for reused documents off the path.
+    `new_tokens` returns the tokens to compute after a number of cached tokens. `loads`: tokens to load from host memory
+    and disk for reused documents off the path.
     """
 
     new_tokens: Callable[[int], float]
@@ -131,7 +132,7 @@ class Rest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PricedPaths:
-    """Search for the cached path that saves most seconds; ties go to the longest, then the most recently used.
+    """Search for the cached path that saves most seconds; ties go to the longest, then the last used.
 
     `loads` returns a node's blocks to load from host memory and from disk.
     """

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from math import log, sqrt
 from typing import NamedTuple, Self
 
-from ragorder.trie.plan import Planned, plan
+from ragorder.trie.plan import Planned, plan, shared_documents
 from ragorder.trie.tree import Key
 
 __all__ = ["PlannedRequest", "ShardPaths", "ShardRequest", "plan_in_shards", "plan_requests", "shared_documents"]
@@ -34,10 +34,7 @@ class ShardRequest(NamedTuple):
 
     @classmethod
     def of(cls, names: Iterable[str], tokens: Sequence[int], scope: str | None = None) -> Self:
-        """Return a request from the names of its documents and its tenant.
-
-        Numbers have 63 bits and are the same in every process.
-        """
+        """Return a request from names of documents and tenant. Numbers have 63 bits, the same in every process."""
         salt = b"" if scope is None else _digest(scope, size=blake2b.SALT_SIZE)
         taken: dict[int, None] = {}
         for name in names:
@@ -55,10 +52,8 @@ class ShardPaths:
         shard = paths.shard(requests[0])
 
     Requests are grouped by tenant, then by the document by which most tokens can be shared; large groups are split by
-    the next such document, up to eight times. Groups fill shards of about equal tokens, in path order.
-
-    Shared tokens are estimated from mean and deviation of those that consecutive requests of a document share. Counts
-    of a sample suffice.
+    the next such document, up to eight times. Groups fill shards of about equal tokens, in path order. Shared tokens
+    are estimated from what consecutive requests of a document share; counts of a sample suffice.
     """
 
     def __init__(self, worth: Mapping[int, float], root: _Group, shards: int) -> None:
@@ -70,7 +65,7 @@ class ShardPaths:
     def of(cls, requests: Iterable[ShardRequest], shards: int, *, most_documents: int = 1 << 23) -> Self:
         """Return the paths of these requests, which are iterated up to ten times.
 
-        Beyond `most_documents` distinct documents the rarest are dropped while counting (Manku and Motwani 2002).
+        Beyond `most_documents` documents the rarest are dropped while counting (Manku and Motwani 2002).
         """
         if shards < 1:
             raise ValueError(f"shards must be at least 1, got {shards}")
@@ -157,8 +152,7 @@ class ShardPaths:
 class _Group:
     """Requests of one path.
 
-    A large group has a child for each frequent next document, and cells for other requests. An open group counts
-    requests.
+    A large group has a child for each frequent next document, and cells for other requests. Open groups count requests.
     """
 
     __slots__ = ("cells", "children", "open", "requests", "shards", "size")
@@ -250,7 +244,7 @@ def _cell(value: int, cells: int) -> int:
 
 
 def plan_in_shards(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int], shards: int) -> list[list[Planned]]:
-    """Return the `plan` of each shard, which may be empty: time and memory are those of the largest shard."""
+    """Return the `plan` of each shard, which may be empty, in the time and memory of the largest."""
     number: dict[Key, int] = {}
     counted = [
         ShardRequest([number.setdefault(key, len(number)) for key in keys], [tokens[key] for key in keys])
@@ -267,7 +261,7 @@ def plan_in_shards(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int],
 
 
 class PlannedRequest(NamedTuple):
-    """A request with the ranks of its documents in prompt order, and the prefix shared with the one before."""
+    """A request with its documents' ranks in prompt order, and the prefix shared with the one before."""
 
     number: int
     permutation: list[int]
@@ -276,7 +270,7 @@ class PlannedRequest(NamedTuple):
 
 
 def plan_requests(requests: Sequence[ShardRequest]) -> Iterator[PlannedRequest]:
-    """Yield the `plan` of one shard, tenant by tenant. If a document has different lengths, the last one counts."""
+    """Yield the `plan` of one shard, tenant by tenant. Of different lengths of a document the last one counts."""
     by_scope: dict[int | None, list[int]] = {}
     for index, request in enumerate(requests):
         by_scope.setdefault(request.scope, []).append(index)
@@ -292,12 +286,3 @@ def plan_requests(requests: Sequence[ShardRequest]) -> Iterator[PlannedRequest]:
             saved = sum([tokens[document] for document in order[:shared]])
             yield PlannedRequest(index, [ranks[document] for document in order], shared, saved)
             before = order
-
-
-def shared_documents(before: Sequence[Key], order: Sequence[Key]) -> int:
-    shared = 0
-    for document, other in zip(order, before, strict=False):
-        if document != other:
-            break
-        shared += 1
-    return shared

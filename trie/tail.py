@@ -72,10 +72,7 @@ class RankTail(Tail):
 
 @tails.register("queue", "documents of waiting requests first, else retrieval order")
 class QueueTail(Tail):
-    """Places next the document of most waiting requests that can still share the prefix.
-
-    Then the fallback policy (by default rank order) arranges the rest.
-    """
+    """Places next the document of most waiting requests that can share the prefix; `fallback` arranges the rest."""
 
     def __init__(self, fallback: Tail | None = None) -> None:
         self.fallback = RankTail() if fallback is None else fallback
@@ -231,7 +228,7 @@ class EarnedTail(FreeTail):
 
 
 class GatedTail(CohortTail):
-    """Moves documents only while it `pays`, which `ragorder.scope.moves.EarnedMoves` measures."""
+    """Moves documents only while it `pays`, as `ragorder.scope.moves.EarnedMoves` measures."""
 
     pays = False
     # The last forecast, since it is needed twice: for serving and for measuring.

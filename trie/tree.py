@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 Key = Hashable
@@ -25,9 +25,9 @@ class RequestedDocuments(Protocol):
 class Node:
     """One document after a particular sequence of documents.
 
-    `end` is its end in the prompt, in tokens. A KV block belongs to the node that contains its last token. The engine
-    lacks the last `missing` of its `blocks`; `provisional` ones are held only for requests in flight. `stamp` is the
-    last use, `leases` the requests in flight.
+    `end` is its end in the prompt, in tokens. A KV block belongs to the node of its last token. The engine lacks the
+    last `missing` of its `blocks`; `provisional` ones are held only for requests in flight. `stamp` is the last use,
+    `leases` the requests in flight.
     """
 
     __slots__ = ("blocks", "children", "end", "key", "leases", "missing", "parent", "provisional", "stamp")
@@ -52,6 +52,16 @@ class Node:
             self.leases,
         )
         return copy
+
+
+def children_among(node: Node, ranks: Mapping[Key, int]) -> Iterator[Node]:
+    """Yield the children of a node that are documents of a request."""
+    below = node.children
+    if not below:
+        return iter(())
+    if len(below) <= len(ranks):
+        return (child for key, child in below.items() if key in ranks)
+    return filter(None, map(below.get, ranks))
 
 
 class KnowledgeTree:

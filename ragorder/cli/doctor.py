@@ -23,20 +23,6 @@ if TYPE_CHECKING:
     from ragorder.adapters.doctor import Finding, PromptSample
 
 _MARKS = {"good": ("✓", "green"), "warning": ("!", "yellow"), "bad": ("✗", "red"), "unknown": ("?", "cyan")}
-_REQUEST_OPTIONS = ("tokenizer", "block_size", "topic_header")
-_MEMORY_OPTIONS = (
-    "index",
-    "profile",
-    "device_bytes",
-    "host_bytes",
-    "disk_bytes",
-    "prompt_tokens",
-    "answer_tokens",
-    "partitions",
-    "backlog",
-    "dtype",
-    "for",
-)
 
 
 def _request_options() -> Decorator:
@@ -193,24 +179,23 @@ def doctor(
     requests: Path | None,
     memory: bool,
     as_json: bool,
-    **others: Any,
+    **_: Any,
 ) -> None:
     """Check whether a server and its prompts use the prefix cache.
 
     URL is an OpenAI-compatible server. Is its prefix cache on, how much does it hold, do answers report cached tokens,
     do KV events arrive? With two prompts: how much do they share, and does something volatile precede the documents? A
-    few random tokens are sent to the server. The exit status is 0 if nothing is bad, and 1 otherwise.
+    few random tokens are sent to the server. The exit status is 1 if anything is bad, else 0.
 
     With --requests, with or without URL: why the requests of a log find little in the cache.
 
     With --memory and no URL: how much memory a model and an index need on this machine, and their best placement.
     """
-    of_requests = {name: others.pop(name) for name in _REQUEST_OPTIONS}
-    of_memory = {name: others[name] for name in _MEMORY_OPTIONS}
+    of_memory, of_requests = _under(context, "Memory"), _under(context, "Requests")
     if memory:
         if url is not None or prompts:
             raise click.UsageError("--memory examines this machine: leave out the URL and --prompt")
-        if lonely := _given(context, but=(*_MEMORY_OPTIONS, "memory", "model", "as_json")):
+        if lonely := _given(context, but=(*of_memory, "memory", "model", "as_json")):
             raise click.UsageError(f"--memory examines this machine: leave out {lonely[0]}")
         context.exit(int(not _show_memory(model, as_json, of_memory)))
     if url is None and requests is None:
@@ -262,8 +247,14 @@ def _check_together(
     for switch, options in (("--memory", of_memory), ("--requests", {} if requests else of_requests)):
         if lonely := [name for name, value in options.items() if value is not None]:
             raise click.UsageError(f"--{lonely[0].replace('_', '-')} requires {switch}")
-    if url is None and (lonely := _given(context, but=("requests", *_REQUEST_OPTIONS, "as_json"))):
+    if url is None and (lonely := _given(context, but=("requests", *of_requests, "as_json"))):
         raise click.UsageError(f"{lonely[0]} requires the URL of a server")
+
+
+def _under(context: click.Context, heading: str) -> dict[str, Any]:
+    """Return the values of the options under a heading, without the switch that needs them."""
+    names = [each.name for each in context.command.params if getattr(each, "heading", None) == heading]
+    return {name: context.params[name] for name in names if name is not None and name != heading.lower()}
 
 
 def _given(context: click.Context, *, but: Collection[str]) -> list[str]:

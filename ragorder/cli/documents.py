@@ -93,7 +93,6 @@ class Documents:
 def documents_of(
     template: str | None, number_by_place: bool = False, dedup: str | None = None, **forms: str | None
 ) -> Documents:
-    """Return the documents of these options. Raises click.UsageError."""
     from ragorder.adapters.proxy import RepeatedDocuments, TemplateError
     from ragorder.adapters.proxy.bodies.presets import NONE, find_templates, presets
 

@@ -10,7 +10,6 @@ from sys import maxsize
 from typing import TYPE_CHECKING, Any
 
 import click
-from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -19,7 +18,7 @@ from ragorder.cli.options import Command, CommandGroup, Decorator, build, given,
 from ragorder.cli.output import log_shown
 from ragorder.cli.stats import disk_gib
 from ragorder.cli.values import ParamType, ProfileSource
-from ragorder.common.jsonl import JSONLines, JSONLinesError
+from ragorder.common.corpus import DocumentLine, by_id
 from ragorder.document import Document
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.preprocessing.neighbours import PreprocessingSettings, make_neighbours, neighbours
@@ -44,7 +43,7 @@ class Shard(ParamType[tuple[int, int]]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
         if isinstance(value, tuple):
             return value[0], value[1]
-        found = re.fullmatch(r"([0-9]+)/([0-9]+)", value)
+        found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", value)
         number, parts = (int(found[1]), int(found[2])) if found is not None else (0, 0)
         if not 1 <= number <= parts:
             self.fail(f"{value!r} is no part: write 1/4 for the first of four", param, ctx)
@@ -110,7 +109,7 @@ def fuse() -> None:
     option(
         "--document-template",
         metavar="TEXT",
-        help="A document in the prompt, with {id}, {text} and {title}.",
+        help="How the prompt shows a document, with {id}, {text} and {title}.",
         unset="that of PromptBuilder",
     ),
     option(
@@ -123,9 +122,8 @@ def fuse() -> None:
 def build_command(corpus: Path, out: Path, shard: tuple[int, int], resume: bool, **options: Any) -> None:
     """Compute the KV of a corpus' documents into a folder.
 
-    CORPUS is a file of JSON lines, plain or compressed: {"id", "text", "title"}; the title may be missing. The
-    folder is a disk tier: `ragorder engine --reuse fused --disk-path FOLDER` reuses its documents at any place in a
-    prompt. Continue an interrupted build with --resume.
+    CORPUS is a file of JSON lines, plain or compressed: {"id", "text", "title"}; the title may be missing. The folder
+    is a disk tier: `ragorder engine --reuse fused --disk-path FOLDER` reuses its documents at any place in a prompt.
 
     The prompts of the requests must begin with the same system prompt, and have the documents in the same form.
     """
@@ -153,14 +151,18 @@ def build_command(corpus: Path, out: Path, shard: tuple[int, int], resume: bool,
 @fuse.command(cls=Command, examples=["ragorder fuse add /var/kv more.jsonl --refresh"])
 @_folder
 @_corpus
-@option("--neighbours-by", **_source | {"help": "For vectors: the file with those of CORPUS.", "unset": "as the build"})
+@option(
+    "--neighbours-by",
+    **_source | {"help": "For a build by vectors:FILE, the file with those of CORPUS.", "unset": "as the build"},
+)
 @option("--refresh", is_flag=True, help="Also recompute documents whose neighbours have changed.")
 @_moved_model
 @_engine_options("device_tokens", "device")
 def add(folder: Path, corpus: Path, refresh: bool, **options: Any) -> None:
     """Add the documents of CORPUS to the build in FOLDER.
 
-    Known ids with another text are replaced; all others stay. Run an interrupted command again.
+    A document with a known id and another text replaces the old one; all others stay. If the command was interrupted,
+    run it again.
     """
     recipe = recipe_of(folder) | given(options)
     with opened(folder, recipe, corpus) as (builder, documents):
@@ -183,7 +185,8 @@ def add(folder: Path, corpus: Path, refresh: bool, **options: Any) -> None:
 def remove(folder: Path, ids: Sequence[str]) -> None:
     """Remove documents and their KV from the build in FOLDER.
 
-    Documents that were computed after them stay, and so does the KV of prompts with them that a server has added.
+    Other documents stay, also those whose KV was computed after a removed one. So does the KV of prompts with removed
+    documents that a server has added to the folder.
     """
     with errors():
         from ragorder.kernels.preprocessing.manifest import Manifest, remove_documents
@@ -194,16 +197,6 @@ def remove(folder: Path, ids: Sequence[str]) -> None:
         with closing(ChunkStore(folder, maxsize, named)) as store, closing(Manifest(folder)) as manifest:
             remove_documents(manifest, store, ids)
             click.echo(f"{len(set(ids)):,} documents removed, {len(manifest):,} left")
-
-
-class CorpusLine(BaseModel):
-    """A document; other fields are ignored."""
-
-    model_config = ConfigDict(strict=True)
-
-    id: str = Field(min_length=1)
-    text: str
-    title: str | None = None
 
 
 @contextmanager
@@ -243,27 +236,14 @@ def errors() -> Iterator[None]:
 
     try:
         yield
-    except ImportError as error:
-        raise click.ClickException(str(error)) from None
-    except (JSONLinesError, StoreRefusedError, OSError, ValueError, RuntimeError, MemoryError) as error:
+    except (ImportError, StoreRefusedError, OSError, ValueError, RuntimeError, MemoryError) as error:
         raise click.ClickException(str(error)) from None
 
 
 def _read(corpus: Path) -> list[Document]:
-    lines = JSONLines(corpus, example=_EXAMPLE)
-    numbers: dict[str, int] = {}
-    documents: list[Document] = []
     with working(f"reading {corpus.name}"):
-        for number, line in lines.read(CorpusLine):
-            if line.id in numbers:
-                raise lines.error(
-                    number, f"the id {line.id!r} occurs twice, first in line {numbers[line.id]}: drop or rename one"
-                )
-            numbers[line.id] = number
-            documents.append(Document(line.id, line.text, metadata={"title": line.title or ""}))
-    if not documents:
-        raise lines.error(1, f"the file holds no documents: a line looks like {_EXAMPLE}")
-    return documents
+        lines = by_id(corpus, DocumentLine, example=_EXAMPLE)
+    return [Document(id, each.fields.text, metadata={"title": each.fields.title or ""}) for id, each in lines.items()]
 
 
 def as_json(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class LazyGroup(click.Group):
 
 
 def _drop_unwritten_output() -> None:
-    """Keep Python from flushing standard output at exit, which would fail once more, with a traceback."""
+    """Keep Python from flushing standard output at exit, which would fail again, with a traceback."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -1,5 +1,4 @@
-"""Options of the commands: made from fields of pydantic models, grouped under headings, and also read from the
-environment or a file."""
+"""Options of the commands, from the command line, the environment or a file."""
 
 from __future__ import annotations
 
@@ -34,11 +33,10 @@ _LEAST_QUOTED = 4
 class Option(click.Option):
     """click's option with a heading for the help.
 
-    - `unset`: what the help shows as the default of an option that has no default value
+    - `unset`: what the help shows as the default of an option that has none
     - `field`: the model's field that the option sets
     - `variable`: the field's environment variable, which the model reads, not click
-    - `is_own_variable`: whether the variable that click reads is for this command only; others may be set for other
-      programs
+    - `is_own_variable`: whether the variable that click reads is for this command only
     """
 
     def __init__(
@@ -61,7 +59,7 @@ class Option(click.Option):
 
 
 class Command(click.Command):
-    """click's command. Its help shows the options under headings, and examples after them.
+    """click's command, with options under headings and examples in its help.
 
     Its errors quote no secret, and no value that comes from a file or the environment.
     """
@@ -142,13 +140,12 @@ def option(*declarations: str, **attributes: Any) -> Decorator:
     return click.option(*declarations, cls=Option, **attributes)
 
 
-def api_key(*variables: str) -> Decorator:
-    """Return the option --api-key, the key of a server. It may also come from RAGORDER_API_KEY, or else from the first
-    of `variables` that is set."""
+def api_key(*others: str, first: Sequence[str] = ()) -> Decorator:
+    """Return the option --api-key, also read from the variables `first`, then RAGORDER_API_KEY, then `others`."""
     return option(
         "--api-key",
         metavar="KEY",
-        envvar=["RAGORDER_API_KEY", *variables],
+        envvar=[*first, "RAGORDER_API_KEY", *others],
         show_envvar=True,
         help="The server's API key. Set it in the environment: other users of this machine can see the command line.",
     )
@@ -203,14 +200,12 @@ def _params(command: Callable[..., Any]) -> list[Any]:
 def options_from(model: type[Any], /, *names: str, **changes: Mapping[str, Any]) -> Decorator:
     """Return a decorator that adds an option for each named field of a pydantic model or dataclass.
 
-    The option has the field's type, bounds, choices, help and environment variable. Choices come from a Literal, or
-    from "enum" in the field's `json_schema_extra`. If an option is not given, its value is None, so that the model
-    applies its default. The help shows this default; if it is None, the help shows the text "unset" of
-    `json_schema_extra`.
+    The option has the field's type, bounds, choices (a Literal, or "enum" in its `json_schema_extra`), help and
+    environment variable. Without it the value is None, so that the model applies its default, which the help shows; for
+    None it shows the text "unset" of `json_schema_extra`.
 
-    A field with a sequence becomes a repeatable option. A field whose name ends in `_s` becomes a duration, and its
-    option's name lacks the `_s`. A switch also has its opposite (--no-NAME), unless `is_flag` is set. `changes` maps
-    fields to attributes of click's option; the attribute `flag` is another name for the option.
+    A sequence becomes a repeatable option, and NAME_s a duration --NAME. A switch has its opposite (--no-NAME), unless
+    `is_flag` is set. `changes` maps fields to attributes of click's option; `flag` is another name for it.
     """
     return together(*(_option_of(model, name, **changes.get(name, {})) for name in names))
 

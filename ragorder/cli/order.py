@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import click
@@ -31,7 +31,7 @@ from ragorder.prompt import PromptBuilder
 from ragorder.scope.request import Lengths
 from ragorder.settings import Settings
 
-_RETRIEVAL, _ORDERED = "retrieval.jsonl", "ordered.jsonl"
+_FILES = ("retrieval.jsonl", "ordered.jsonl")
 _QUERIES = ("query", "question")
 
 
@@ -119,8 +119,8 @@ def order(
 
     REQUESTS is that file, plain or gzipped, or - for standard input, in the lines of `ragorder replay` without "time":
     "documents" (ids, best first, or objects with "id", "tokens", "text" and "metadata") and, if known, "tenant",
-    "tokens" and other lengths. Each output line repeats all fields, with "documents" and "tokens" in the order of the
-    prompt, and adds "permutation" (retrieval ranks, from 0), "index" (the number of the request), and the predicted
+    "tokens" and other lengths. An output line repeats all fields, with "documents" and "tokens" in prompt order, and
+    adds "permutation" (retrieval ranks, from 0), "index" (the number of the request), and the predicted
     "prefix_documents" and "cached_tokens" of the cached prefix.
 
     Every order counts as served.
@@ -131,7 +131,7 @@ def order(
     unread = UnreadFields()
     read = read_requests(requests, document_tokens, orderer.settings.prefix_tokens, unread=unread)
     with ExitStack() as stack:
-        files = stack.enter_context(PromptFiles(prompts, output_tokens)) if prompts else None
+        files = stack.enter_context(PromptFiles.opened(prompts, output_tokens)) if prompts else None
         read = files.retrieved(read) if files else read
         ordered = _in_batches(orderer, read, max_wait) if batch else _one_by_one(orderer, read, waiting)
         for request, ordering in ordered:
@@ -196,50 +196,40 @@ def _in_batches(
             yield members[ordering.index], ordering
 
 
+@dataclass(frozen=True, slots=True)
 class PromptFiles:
-    """Prompts in both orders: the files `retrieval.jsonl` and `ordered.jsonl` of a folder.
+    """Prompts in both orders, in lines that `vllm bench serve --dataset-name custom` and guidellm read."""
 
-    A line has the fields that `vllm bench serve --dataset-name custom` and guidellm read.
-    """
+    retrieval: IO[str]
+    in_order: IO[str]
+    output_tokens: int
+    builder: PromptBuilder = field(default_factory=PromptBuilder)
 
-    def __init__(self, folder: Path, output_tokens: int) -> None:
-        self._folder = folder
-        self._output_tokens = output_tokens
-        self._builder = PromptBuilder()
-        self._open = ExitStack()
-
-    def __enter__(self) -> PromptFiles:
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._retrieval = self._file(_RETRIEVAL)
-            self._ordered = self._file(_ORDERED)
-        except OSError as error:
-            self._open.close()
-            raise click.ClickException(f"--prompts {self._folder}: {error.strerror}: name another folder") from None
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._open.close()
+    @classmethod
+    @contextmanager
+    def opened(cls, folder: Path, output_tokens: int) -> Iterator[PromptFiles]:
+        with ExitStack() as stack:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                files = [stack.enter_context(open(folder / name, "w", encoding="utf-8")) for name in _FILES]
+            except OSError as error:
+                raise click.ClickException(f"--prompts {folder}: {error.strerror}: name another folder") from None
+            yield cls(files[0], files[1], output_tokens)
 
     def retrieved(self, requests: Iterator[RequestToOrder]) -> Iterator[RequestToOrder]:
         for request in requests:
-            self._write(self._retrieval, request, request.documents)
+            self._write(self.retrieval, request, request.documents)
             yield request
 
     def ordered(self, request: RequestToOrder, ordering: Ordering[RequestDocument]) -> None:
-        self._write(self._ordered, request, ordering.documents)
-
-    def _file(self, name: str) -> IO[str]:
-        return self._open.enter_context(open(self._folder / name, "w", encoding="utf-8"))
+        self._write(self.in_order, request, ordering.documents)
 
     def _write(self, file: IO[str], request: RequestToOrder, documents: Sequence[RequestDocument]) -> None:
-        tokens = request.echo.get("output_tokens", self._output_tokens)
-        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+        tokens = request.echo.get("output_tokens", self.output_tokens)
+        if tokens < 1:
             raise _error(request, '"output_tokens" must be an integer of at least 1')
         given = [Document(str(each.id), each.text) for each in documents]
-        prompt = self._builder.build(_query(request), given).text
+        prompt = self.builder.build(_query(request), given).text
         line = {"prompt": prompt, "output_tokens": tokens, "output_tokens_count": tokens}
         file.write(json.dumps(line) + "\n")
 

@@ -208,8 +208,8 @@ def warn(message: str) -> None:
 class Backend:
     """The server or engine that the proxy forwards to.
 
-    `options` are those of `make_app` that lead to it. `source` names the origin of its sizes. `wrap` adds what the
-    proxy's application needs to run with it.
+    `options`: those of `make_app` that lead to it. `source`: the origin of its sizes. `wrap` adds what the application
+    needs to run with it.
     """
 
     settings: Settings
@@ -238,7 +238,7 @@ def announce_cache(server: Backend, asked: Settings, *, cloud: str = "") -> None
 class ProxyServer:
     """The proxy's sockets, access control, certificate and processes.
 
-    `options` are a command's values; those of the server are removed from them.
+    `options` are a command's values, from which the server's are removed.
     """
 
     def __init__(self, context: click.Context, options: dict[str, Any]) -> None:

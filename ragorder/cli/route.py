@@ -66,8 +66,8 @@ def route(
     """Run a proxy that sends the topic of a request's documents to a router.
 
     The router at --upstream sends requests of one topic to one replica, where a `ragorder serve` beside the engine
-    orders the documents. Bodies are forwarded unchanged; documents are found in them as by `ragorder serve`. Processes
-    with the same secret agree on the topics, so any number can run.
+    orders the documents. Bodies are forwarded unchanged; documents are found in them as by `ragorder serve`. Any number
+    of processes with the same secret agree on the topics.
 
     Options may also come from the environment (RAGORDER_ROUTE_PORT=8200) or a file (--config), as for `ragorder serve`.
     """

@@ -210,9 +210,9 @@ def serve(
 
     Documents are tagged in the body of a request to /v1/chat/completions, /v1/completions, /v1/responses or
     /v1/messages, {"ragorder": {"documents": [{"id", "text", "title", "tokens"}, …], "query", "scope"}}, best document
-    first, which a client sends as "extra_body"; or they are found in a message by --template. All other requests, and
-    all answers, are forwarded byte for byte. Cached tokens are read from the usage in an answer, which a stream has
-    only if its client requests it ("stream_options": {"include_usage": true}).
+    first, which a client sends as "extra_body"; or --template finds them in a message. All other requests, and all
+    answers, are forwarded byte for byte. Cached tokens are read from an answer's usage, which a stream has only if its
+    client requests it ("stream_options": {"include_usage": true}).
 
     GET /ragorder/openapi.json gives the schema; GET /ragorder/health is for probes, and GET /ragorder/ready checks the
     server as well. The saving is shown at /ragorder (a page), /ragorder/stats (JSON, see `ragorder stats`) and
@@ -284,7 +284,6 @@ def serve(
         )
 
         def make(metrics: Metrics) -> ASGIApp:
-            """Return the application, in the process that serves."""
             from ragorder.adapters.observing.observed import ObservedOrderer
             from ragorder.adapters.proxy import AdmissionQueue
 
@@ -330,7 +329,6 @@ def serve(
 
 
 def _check_workers(max_in_flight: int | None, *, has_replicas: bool, are_shared: bool) -> None:
-    """Raise click.UsageError for what several processes would do less well than one, or not at all."""
     if has_replicas:
         raise click.UsageError(
             "--workers: each worker would know the load of its own requests alone: give one --upstream, or put "
@@ -355,7 +353,6 @@ def _cloud_of(upstream: str) -> Provider | None:
 def _clouds_of(
     provider: Provider | None, ttl: str | None, settings: Settings, wrap: Callable[[Orderer], OrdererLike]
 ) -> CloudOrderers:
-    """Return the orderers of clouds' models. Raises click.UsageError."""
     from ragorder.adapters.cloud_orderers import CloudOrderers
     from ragorder.clouds.tables import PROVIDERS
 
@@ -371,7 +368,6 @@ def _clouds_of(
 
 
 def _sharing(url: str, settings: Settings, topics: Topics | None) -> SharedOrderer:
-    """Return an orderer that shares its orders. Raises click's errors."""
     try:
         from ragorder.adapters.shared_orders import SharedOrderer
 
@@ -394,8 +390,7 @@ def _servers_of(
     measures: bool,
     is_known: bool,
 ) -> list[Backend]:
-    """Return the servers with the settings that their metrics complete, or with `settings` for a cloud (`is_known`).
-    Raises click.UsageError for a malformed address."""
+    """Return the servers with the settings that their metrics complete, or with `settings` for a cloud (`is_known`)."""
     from ragorder.adapters.http_client import AddressError
 
     def server_of(upstream: str) -> Backend:
@@ -421,8 +416,7 @@ def _fleet_of(
     observed: Callable[[Settings], OrdererLike],
     registry: CollectorRegistry,
 ) -> tuple[OrdererLike, Backend]:
-    """Return the first replica's orderer, and a backend of all replicas, each with the settings of its own server.
-    Raises click.UsageError."""
+    """Return the first replica's orderer, and a backend of all replicas, each with the settings of its own server."""
     from ragorder.adapters.proxy import Fleet, ReplicaAddress
 
     addresses = [
@@ -475,8 +469,9 @@ def _settings_of_server(
 
 
 def _profile_server(upstream: str, api_key: str | None) -> Path | None:
-    """Return the file of the server's profile, or None if its tiers await none or it has no load times. Raises
-    AddressError."""
+    """Return the file of the server's profile, or None without load times or a tier that awaits it. Raises
+    AddressError.
+    """
     from ragorder.adapters.http_client import AddressError, ServerError
     from ragorder.adapters.vllm.server_profile import profile_server
     from ragorder.kernels.profile_cache import ProfileCache

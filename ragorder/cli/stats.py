@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ragorder.cli.options import Command, option
+from ragorder.cli.options import Command, api_key, option
 from ragorder.cli.output import Figures, show_figures, watch_options
 from ragorder.cli.values import Rate
 
@@ -57,13 +57,7 @@ _SOURCES = {
     ],
 )
 @click.argument("source", metavar="URL|FOLDER")
-@option(
-    "--api-key",
-    metavar="KEY",
-    envvar=["RAGORDER_PROXY_API_KEY", "RAGORDER_API_KEY"],
-    show_envvar=True,
-    help="The server's key. Other users of this machine can see it unless it comes from the environment.",
-)
+@api_key(first=["RAGORDER_PROXY_API_KEY"])
 @option(
     "--prefill-rate",
     type=Rate(),
@@ -78,8 +72,8 @@ def stats(
 
     URL is that of `ragorder serve`, `ragorder engine` or `ragorder route`, of an application that publishes ragorder's
     metrics, or of a vLLM server with ragorder tiers. In shadow mode documents are served in retrieval order, and the
-    figures show what ragorder's order would have saved. Gauges of tiers are those of the engine's last step: they do
-    not change while it is idle.
+    figures show what ragorder's order would have saved. Gauges of tiers are of the engine's last step, also while it is
+    idle.
 
     FOLDER is that of a disk tier or of a build of `ragorder fuse`, also while it is in use.
     """
@@ -164,19 +158,18 @@ class _FolderFigures:
     found: Survey
 
     def show(self) -> Table:
-        found = self.found
-        table = Table(title="Content of the folder", show_header=False)
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(justify="right", overflow="fold")
-        table.add_row("chunks", f"{found.chunks:,}")
-        table.add_row("bytes on disk", _bytes(found.bytes))
-        now = time()
-        for name, written in (("oldest", found.oldest), ("newest", found.newest)):
-            table.add_row(name, "–" if written is None else _age(max(0.0, now - written)))
-        table.add_row("half-written files", f"{found.unfinished:,}")
-        table.add_row("used by process", found.locked_by or "none")
-        table.add_row("identity", found.identity or "unknown")
-        return table
+        found, now = self.found, time()
+        ages = [None if written is None else _age(max(0.0, now - written)) for written in (found.oldest, found.newest)]
+        rows = {
+            "chunks": f"{found.chunks:,}",
+            "bytes on disk": _bytes(found.bytes),
+            "oldest": ages[0] or "–",
+            "newest": ages[1] or "–",
+            "half-written files": f"{found.unfinished:,}",
+            "used by process": found.locked_by or "none",
+            "identity": found.identity or "unknown",
+        }
+        return _facts_table("Content of the folder", rows)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self.found)
@@ -374,9 +367,6 @@ class _BuildFigures:
         return asdict(self)
 
     def show(self) -> RenderableType:
-        table = Table(title="Documents' KV", show_header=False)
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(justify="right", overflow="fold")
         rows = {
             "model": self.model,
             "documents": f"{self.documents:,}",
@@ -390,9 +380,16 @@ class _BuildFigures:
             "other chunks": f"{self.other_chunks:,} ({self.other_bytes:,} bytes)",
             "used by process": self.used_by or "none",
         }
-        for name, value in rows.items():
-            table.add_row(name, value)
-        return table
+        return _facts_table("Documents' KV", rows)
+
+
+def _facts_table(title: str, rows: Mapping[str, str]) -> Table:
+    table = Table(title=title, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right", overflow="fold")
+    for row in rows.items():
+        table.add_row(*row)
+    return table
 
 
 def _read_build(folder: Path) -> _BuildFigures:

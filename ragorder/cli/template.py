@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from ragorder.cli.options import Command, option, section
+from ragorder.cli.options import Command, api_key, option, section
 from ragorder.cli.values import Count
 from ragorder.common.jsonl import JSONLinesError, printable
 
@@ -63,13 +63,7 @@ _NONE_LEARNED = (
         help="Instead of a log: the template that the `ragorder serve --shadow` at URL has learned from the prompts "
         "that it forwarded. It has no examples, because the proxy keeps no prompts.",
     ),
-    option(
-        "--api-key",
-        metavar="KEY",
-        envvar=["RAGORDER_PROXY_API_KEY", "RAGORDER_API_KEY"],
-        show_envvar=True,
-        help="The proxy's key. Other users of this machine can see it unless it comes from the environment.",
-    ),
+    api_key(first=["RAGORDER_PROXY_API_KEY"]),
 )
 def template(
     requests: Path | None, out: Path | None, capacity_tokens: int | None, url: str | None, api_key: str | None
@@ -80,8 +74,7 @@ def template(
     for `ragorder doctor`; 100 to 300 are enough if documents recur. Without a log, a proxy in shadow mode learns from
     the requests that it forwards (--from). Known applications need neither: see `ragorder serve --help`.
 
-    Nothing is used live before you say so: look at the examples, then give the file to `ragorder serve`. The exit
-    status is 1 if no template is found.
+    Look at the examples before you give the file to `ragorder serve`. The exit status is 1 if no template is found.
     """
     if (requests is None) == (url is None):
         raise click.UsageError("give REQUESTS, a log, or --from URL, a proxy in shadow mode")
@@ -141,7 +134,7 @@ def _show(found: Suggestion) -> None:
 
 
 def _marked(run: DocumentRun) -> Text:
-    """Return a prompt with the beginning and the end of each document, and what stands between them."""
+    """Return a prompt with the beginning and the end of each document, and the text between documents."""
     text = Text(run.head if len(run.head) <= _SHOWN else f"… {run.head[-_SHOWN:]}")
     for place, document in enumerate(run.documents):
         whole = len(document) <= 2 * _SHOWN

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Collection
 from difflib import get_close_matches
+from math import inf
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ else:
             return cls
 
 
+_LONGEST_S = 1e9
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
 
@@ -113,6 +115,8 @@ class Duration(ParamType[float]):
             self.fail(
                 f"{value} is too short: give {'more than' if self._above else 'at least'} {self._least:g}s", param, ctx
             )
+        if seconds > _LONGEST_S:
+            self.fail(f"{value} is too long: give at most {_LONGEST_S:.0f}s", param, ctx)
         return seconds
 
 
@@ -147,7 +151,6 @@ class Model(ParamType[Any]):
 
 
 def load_tokenizer(name: str) -> Any:
-    """Return the tokenizer of the option --tokenizer. Raises click.ClickException."""
     from ragorder.adapters.openai import tokenizer
 
     try:
@@ -165,7 +168,10 @@ class Rate(click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and re.fullmatch(r"[0-9._]+ ?[kmgKMG]", value.strip()):
             value = Count().convert(value, param, ctx)
-        return super().convert(value, param, ctx)
+        rate = super().convert(value, param, ctx)
+        if not 0 < rate < inf:  # NaN passes every range
+            self.fail(f"{value} is no number above 0", param, ctx)
+        return rate
 
 
 class Text(ParamType[str]):

@@ -38,11 +38,6 @@ def cell_of(count: int, places: int) -> int:
 class MarkRates:
     """Expected requests that contain a prefix's documents within an entry's TTL (`ttl_s`), by cell.
 
-        rates = MarkRates(300)
-        rates.begin([cell_of(0, 1), cell_of(0, 2)], started=0.0)
-        rates.passed(cell_of(0, 1))
-        rates.expected(cell_of(0, 1), now=20.0)
-
     Learned from samples; younger ones count with their share of the TTL.
     """
 
@@ -185,9 +180,6 @@ class _Path(NamedTuple):
 
 class MarkChoice:
     """Chooses breakpoints for one scope by their expected reads.
-
-        choice = MarkChoice(rules, MarkRates(rules.ttl_s), WriteBudget())
-        choice.choose(["a", "b"], [600, 1200, 1800], held=0, live=(), prompt_tokens=1860, now=0.0)
 
     Expected reads: requests within the last TTL with these documents, times the rate at which such counts came true. A
     breakpoint costs the surcharge for writing, and saves the discount of each request that resumes there.

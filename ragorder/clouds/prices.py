@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,6 +12,7 @@ from ragorder.clouds.rules import generation
 
 PRICES_VARIABLE = "RAGORDER_PRICES"
 
+_MOST = 1e12
 _OWN = Path(__file__).with_name("prices.toml")
 
 
@@ -35,7 +35,7 @@ class Prices:
         where = Path(path or os.environ.get(PRICES_VARIABLE) or _OWN)
         try:
             return cls._of(decode_toml(where.read_bytes()))
-        except (ValueError, TypeError, AttributeError) as error:
+        except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
 
     @classmethod
@@ -44,8 +44,10 @@ class Prices:
         if not date or not isinstance(currency, str):
             raise ValueError("date and currency must be given, such as date = '2026-11-23'")
         prices = fields.get("per_million", {})
+        if not isinstance(prices, Mapping):
+            raise ValueError("per_million must be a table of models and their prices")
         for name, price in prices.items():
-            if isinstance(price, bool) or not isinstance(price, int | float) or not isfinite(price) or price < 0:
+            if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price < _MOST:
                 raise ValueError(f"per_million.{name}: {price!r} is no price of a million tokens")
         return cls(str(date), currency, {str(name).lower(): float(price) for name, price in prices.items()})
 
@@ -58,8 +60,8 @@ class Prices:
 class Cost:
     """The cost of a prompt without its answer.
 
-    `input_tokens` is the number of tokens at the plain price that cost the same. `price` is for a million of them, or
-    None if no table has it. `reported`: counts are the provider's, else predicted.
+    `input_tokens` at the plain price cost the same. `price` is for a million of them, or None if no table has it.
+    `reported`: counts are the provider's, else predicted.
     """
 
     prompt_tokens: float
@@ -82,5 +84,5 @@ class Cost:
 
     @property
     def saved_money(self) -> float | None:
-        """Money saved by the cache; negative if the prompt costs more than without it."""
+        """Money saved by the cache; negative if writing cost more than reading saved."""
         return None if self.price is None else (self.prompt_tokens - self.input_tokens) * self.price / 1e6

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ragorder.clouds.prices import Cost, Prices
 from ragorder.clouds.residency import CacheReport, MarkPlan
@@ -27,21 +27,17 @@ class CloudModel:
         return None if self.prices is None or self.name is None else self.prices.of(self.name)
 
 
-class RequestMirror(Protocol):
-    """The mirror of a cache, as a request updates it. No method blocks."""
-
-    def publish(self) -> None: ...
-
-    def keep_marks(self, breakpoints: Collection[int]) -> None: ...
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class CloudRequest:
-    """The cloud's part of an `Ordering`; `_turn` is given for a turn of a conversation."""
+    """The cloud's part of an `Ordering`; `_turn` is given for a turn of a conversation.
+
+    `_publish` and `_keep_marks` change the mirror of the cache, and never wait.
+    """
 
     model: CloudModel
     _plan: MarkPlan
-    _mirror: RequestMirror
+    _publish: Callable[[], None]
+    _keep_marks: Callable[[Collection[int]], None]
     _turn: TurnEnd | None = None
 
     @property
@@ -66,10 +62,10 @@ class CloudRequest:
 
     def keep_marks(self, breakpoints: Collection[int]) -> None:
         if set(self._plan.breakpoints) - set(breakpoints):
-            self._mirror.keep_marks(breakpoints)
+            self._keep_marks(breakpoints)
 
     def readable(self) -> None:
-        self._mirror.publish()
+        self._publish()
 
     def report(self, cached_tokens: float | None, written_tokens: float | None, prompt_tokens: float | None) -> None:
         self._plan.report = CacheReport(cached_tokens, written_tokens, prompt_tokens)

@@ -26,8 +26,6 @@ class CacheReport(NamedTuple):
 
 
 class RequestTokens(NamedTuple):
-    """Tokens of the prompt, of those read from the cache, and of those written into it."""
-
     prompt: float
     cached: float
     written: float
@@ -39,7 +37,7 @@ class MarkPlan:
 
     `breakpoints`: nodes of its path, or documents of a plain request, before each. The request resumes at the last of
     `live` nodes with a breakpoint there or less than `lookback_parts` after it. `depths`: entries that it makes or
-    renews. `states`: places, in tokens, where a hybrid model keeps its state.
+    renews. `states`: places, in tokens, of a hybrid model's state.
     """
 
     breakpoints: Sequence[int]
@@ -58,15 +56,6 @@ class MarkPlan:
 
     def __post_init__(self) -> None:
         self.set(self.breakpoints)
-
-    @classmethod
-    def of_intervals(
-        cls, cached_tokens: int, resumed: int, depths: Sequence[int], prompt_tokens: int, started_s: float
-    ) -> MarkPlan:
-        """Return the plan for a cache without breakpoints: the request leaves entries at all nodes."""
-        plan = cls((), (), (), 1, prompt_tokens, started_s)
-        plan.cached_tokens, plan.resumed, plan.depths = cached_tokens, resumed, depths
-        return plan
 
     def set(self, breakpoints: Sequence[int]) -> None:
         self.breakpoints = tuple(breakpoints)
@@ -110,8 +99,6 @@ _LIKE = 0.3
 class MarksResidency(LRUResidency):
     """The nodes of one scope's tree that lead to an entry of the provider's cache.
 
-        residency = MarksResidency(MarkedTree(600, rules), Pool(None, 1), choice, clock=time.monotonic)
-
     Entries can be read from their request's first token (`publish`) on. Nodes leave the tree with the last entry below
     them. Backward steps of the clock count as no time.
     """
@@ -150,11 +137,20 @@ class MarksResidency(LRUResidency):
             self._prune(node)
         self.pool.count(self)
 
-    def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
-        return self._begin(path, suffix_tokens, None)
-
-    def lease_turn(self, path: Sequence[Node], turn: TurnEnd, suffix_tokens: int) -> Lease:
-        return self._begin(path, suffix_tokens, turn)
+    def lease(
+        self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = (), turn: TurnEnd | None = None
+    ) -> Lease:
+        prompt_tokens = path[-1].end + suffix_tokens
+        plan = self._plan(path, prompt_tokens, turn)
+        self.choice.budget.add(prompt_tokens, self.rules.cost(*plan.predicted))
+        lease = super().lease(path, suffix_tokens)
+        lease.cached_documents, lease.cached_tokens, lease.turn = max(0, plan.resumed), plan.cached_tokens, turn
+        if lease.open:
+            self.plans[lease] = plan
+            self._pend(lease, plan, 1)
+            if self.rules.readable == "start":
+                self.publish(lease)
+        return lease
 
     def keep_marks(self, lease: Lease, breakpoints: Collection[int]) -> None:
         plan = self.plans.get(lease)
@@ -196,13 +192,7 @@ class MarksResidency(LRUResidency):
             if node.end * (1 - _TOLERANCE) - _TOLERANCE_TOKENS > likely or not cached_tokens:
                 marks.pop(node, None)
 
-    def release(
-        self,
-        lease: Lease,
-        cached_tokens: Reported = None,
-        total_tokens: Reported = None,
-        prompt_tokens: Reported = None,
-    ) -> None:
+    def release(self, lease: Lease, *reported: Reported, **named: Reported) -> None:
         if not lease.open:
             return
         plan, path = self.plans.get(lease), lease.path
@@ -240,25 +230,15 @@ class MarksResidency(LRUResidency):
         tree = self.marked
         return node.end < max(1, self.rules.minimum_tokens) or node in tree.pending or bool(tree.resumable(node))
 
-    def _begin(self, path: Sequence[Node], suffix_tokens: int, turn: TurnEnd | None) -> Lease:
-        prompt_tokens = path[-1].end + suffix_tokens
-        plan = self._plan(path, prompt_tokens, turn)
-        self.choice.budget.add(prompt_tokens, self.rules.cost(*plan.predicted))
-        lease = super().lease(path, suffix_tokens)
-        lease.cached_documents, lease.cached_tokens, lease.turn = max(0, plan.resumed), plan.cached_tokens, turn
-        if lease.open:
-            self.plans[lease] = plan
-            self._pend(lease, plan, 1)
-            if self.rules.readable == "start":
-                self.publish(lease)
-        return lease
-
     def _plan(self, path: Sequence[Node], prompt_tokens: int, turn: TurnEnd | None) -> MarkPlan:
         tree, rules, now = self.marked, self.rules, self.marked.now
         found = [(place, tokens) for place, node in enumerate(path) if (tokens := tree.resumable(node))]
         held, cached_tokens = found[-1] if found else (-1, 0)
         if rules.resume != "marks":
-            return MarkPlan.of_intervals(cached_tokens, held, range(len(path)), prompt_tokens, now)
+            # Without breakpoints a request leaves entries at all nodes.
+            plan = MarkPlan((), (), (), 1, prompt_tokens, now)
+            plan.cached_tokens, plan.resumed, plan.depths = cached_tokens, held, range(len(path))
+            return plan
         keys, ends, live = [node.key for node in path[1:]], [node.end for node in path], [place for place, _ in found]
         if turn is None:
             marks = self.choice.choose(keys, ends, held, live, prompt_tokens, now)
@@ -307,8 +287,6 @@ class MarksResidency(LRUResidency):
 
 
 class MarkedFeedback(FeedbackResidency):
-    """`MarksResidency` corrected by reported tokens."""
-
     mirror: MarksResidency
 
     def _learn(self, lease: Lease, cached_tokens: float) -> None:
@@ -328,8 +306,8 @@ class JunctionsResidency(MarksResidency):
     """The nodes of prompts that a hybrid model has computed, and the places where it kept its state.
 
     Such an engine (vLLM's "align") keeps the KV of whole prompts, but the state only at the last multiple of
-    `interval_tokens` in a prompt, and at the last one in the prefix shared with earlier prompts. So a shared prefix is
-    found from the third request on.
+    `interval_tokens` in a prompt, and at the last one in a prefix shared with earlier prompts. So the third request is
+    the first to find a shared prefix.
     """
 
     def _plan(self, path: Sequence[Node], prompt_tokens: int, turn: TurnEnd | None) -> MarkPlan:

@@ -28,13 +28,13 @@ class CacheRules:
         CacheRules("mine", minimum_tokens=1024, marks=4, ttl_s=300, write=1.25, read=0.1)
 
     - `minimum_tokens`: shorter prefixes are not cached, without an error
-    - `resume`: a request resumes at breakpoints of earlier requests ("marks"), at any multiple of `interval_tokens`
+    - `resume`: a request resumes at breakpoints of earlier ones ("marks"), at any multiple of `interval_tokens`
       ("interval"), or at the last multiple in an earlier prompt and where requests diverged before ("junctions")
     - `marks`: maximum breakpoints per request
-    - `read_marks`: (first, latest) numbers of breakpoints that are looked up in a request with more than `marks`;
-      default: such a request is refused
+    - `read_marks`: (first, latest) numbers of breakpoints that are looked up if there are more than `marks`; default:
+      such a request is refused
     - `lookback_parts`: content parts before each breakpoint at whose ends an entry is looked up
-    - `ttl_s`: seconds from the start of the last request that used the entry; `ttl`: the provider's name of it
+    - `ttl_s`: seconds from the start of the last request that used an entry; `ttl`: the provider's name of it
     - `write`, `read`: prices in multiples of the plain input price
     - `readable`: an entry can be read from its writer's "first token", or from its "start"
     - `usage`: names of the reported counts (default: OpenAI's)

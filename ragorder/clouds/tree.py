@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from ragorder.clouds.rules import CacheRules
 from ragorder.trie.search import Permits, PrefixSearch, ranks_on_path
-from ragorder.trie.tree import Key, KnowledgeTree, Node
+from ragorder.trie.tree import Key, KnowledgeTree, Node, children_among
 
 
 class MarkedTree(KnowledgeTree):
     """A tree that knows at which nodes a request can resume.
 
-    `marks`: expiry of the entry that ends with each node, soonest first. `pending`: number of requests in flight that
-    will write an entry there. `states`: the last place within a node, in tokens of the prompt, with a hybrid model's
-    state.
+    `marks`: expiry of the entry that ends with each node, soonest first. `pending`: requests in flight that will write
+    an entry there. `states`: the last place within a node, in tokens of the prompt, with a hybrid model's state.
     """
 
     def __init__(self, prefix_tokens: int, rules: CacheRules) -> None:
@@ -78,7 +77,7 @@ class MarkedPathSearch(PrefixSearch):
         resumable = tree.resumable
         held = resumable(best)
         merit = (held, 0, 0)
-        stack = [(child, held) for child in _children(best, ranks)]
+        stack = [(child, held) for child in children_among(best, ranks)]
         stack.reverse()
         budget = self.budget
         while stack and budget:
@@ -92,14 +91,5 @@ class MarkedPathSearch(PrefixSearch):
                 found = (held, node.end, node.stamp)
                 if found > merit:
                     best, merit = node, found
-            stack += [(child, held) for child in _children(node, ranks)]
+            stack += [(child, held) for child in children_among(node, ranks)]
         return best
-
-
-def _children(node: Node, ranks: Mapping[Key, int]) -> Iterator[Node]:
-    below = node.children
-    if not below:
-        return iter(())
-    if len(below) <= len(ranks):
-        return (child for key, child in below.items() if key in ranks)
-    return filter(None, map(below.get, ranks))

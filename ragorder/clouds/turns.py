@@ -113,7 +113,8 @@ class TurnParts:
         application's own would make them wrong.
         """
         places = self._chosen(number)
-        if mark is None or "cache_control" not in mark:
+        # Few messages have breakpoints, and only these look through all others.
+        if not places or mark is None or "cache_control" not in mark:
             return places
         is_hour = _is_hour(mark)
         own = [

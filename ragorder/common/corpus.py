@@ -44,7 +44,7 @@ class ChunkLine(CorpusLine):
 
 
 class Passage(NamedTuple):
-    """A document, or a part of one: `key` is its name in a run, `id` in a prompt, `source` the document's id."""
+    """A document or a part of one: `key` names it in a run, `id` in a prompt; `source` is the document's id."""
 
     key: str | int
     id: str
@@ -99,9 +99,9 @@ def _cut(sources: Mapping[str, Located[DocumentLine]], path: Path) -> Sequence[P
     return list(passages.values())
 
 
-def by_id(path: Path, model: type[N]) -> dict[str, Located[N]]:
+def by_id(path: Path, model: type[N], *, example: str = "") -> dict[str, Located[N]]:
     known: dict[str, Located[N]] = {}
-    for line in read_lines(path, model):
+    for line in read_lines(path, model, example=example):
         id = line.fields.id
         if id in known:
             raise line.error(f"the id {id!r} occurs twice, first in line {known[id].number}: drop or rename one")
@@ -109,8 +109,8 @@ def by_id(path: Path, model: type[N]) -> dict[str, Located[N]]:
     return known
 
 
-def read_lines(path: Path, model: type[L]) -> Iterator[Located[L]]:
-    lines = JSONLines(path, error=CorpusError)
+def read_lines(path: Path, model: type[L], *, example: str = "") -> Iterator[Located[L]]:
+    lines = JSONLines(path, error=CorpusError, example=example)
     number = 0
     for number, fields in lines.read(model):
         yield Located(fields, number, partial(lines.error, number))

@@ -17,6 +17,7 @@ _logger = logging.getLogger("ragorder")
 _CHARACTERS_PER_TOKEN = 4
 _MOST = 1 << 32
 _told: dict[str, object] = {}
+_NUMBER = r"([0-9](?:_?[0-9]){0,17})(\.[0-9]{1,18})?"
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -43,7 +44,7 @@ class KnownTokens(int):
 
     @property
     def size(self) -> int:
-        """Bytes that it takes."""
+        """Bytes."""
         return 8 * self + 128
 
 
@@ -72,11 +73,10 @@ def reported_count(value: Any) -> int | None:
 
 
 def parse_count(text: str) -> int:
-    """Return a number of tokens from "100000", "100_000", "25.6k" or "16K", with vLLM's units.
-
-    These are k, m, g decimal and K, M, G binary.
+    """Return a number of tokens from "100000", "100_000", "25.6k" or "16K", with vLLM's units (k, m, g; K, M, G
+    binary).
     """
-    found = re.fullmatch(r"([0-9]+(?:_[0-9]+)*)(\.[0-9]+)? ?([kmgKMG]?)", text.strip())
+    found = re.fullmatch(_NUMBER + " ?([kmgKMG]?)", text.strip())
     if found is None or (found[2] and found[3] not in ("k", "m", "g")):
         raise ValueError(f"{text!r} is not a number of tokens: write 100000, 25.6k or 16K (k is 1,000, K 1,024)")
     whole, fraction, unit = found[1].replace("_", ""), (found[2] or "")[1:], _UNITS[found[3]]
@@ -89,9 +89,9 @@ def parse_count(text: str) -> int:
 
 def parse_size(text: str, unit: int = 1) -> int:
     """Return a number of bytes from "8GiB", "500MB", or a number of `unit` bytes."""
-    found = re.fullmatch(r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?) ?([A-Za-z]*)", text.strip())
-    size = _SPELLED.get(found[2].lower()) if found else None
+    found = re.fullmatch(_NUMBER + " ?([A-Za-z]*)", text.strip())
+    size = _SPELLED.get(found[3].lower()) if found else None
     if found is None or size is None:
         raise ValueError(f"{text!r} is not a size: write 8GiB, 500MB or a number of bytes")
-    size = size if found[2] else unit
-    return round(float(found[1]) * size) if "." in found[1] else int(found[1]) * size
+    size = size if found[3] else unit
+    return round(float(found[1] + found[2]) * size) if found[2] else int(found[1]) * size

@@ -15,7 +15,7 @@ def cache_folder() -> Path:
 def try_lock(file: IO[bytes] | IO[str], *, unsupported: bool = False) -> bool:
     """Lock a file until this process closes it. Return False if another process holds it.
 
-    Returns `unsupported` on a system without such locks (Windows).
+    Returns `unsupported` where there are no such locks (Windows).
     """
     try:
         import fcntl

@@ -55,8 +55,8 @@ class JSONLines:
         for number, request in JSONLines("requests.jsonl").read(Request):
             ...
 
-    Lines are numbered from 1; empty ones are skipped. Anything unreadable raises `error` with one message, with
-    `example` as a valid line.
+    Lines are numbered from 1; empty ones are skipped. What cannot be read raises `error` with one message, and the
+    valid line `example`.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ def decode(data: bytes) -> Any:
 
 
 def decode_toml(data: bytes) -> dict[str, Any]:
-    """Return the fields of a TOML text. Raise ValueError, with a message that quotes no content."""
+    """Return the fields of a TOML text. Raise ValueError as `decode` does."""
     try:
         return tomllib.loads(data.decode("utf-8"))
     except UnicodeDecodeError:

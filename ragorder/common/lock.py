@@ -1,6 +1,6 @@
 """Work deferred during garbage collection or while a lock is held.
 
-The collector runs finalisers at any allocation, in a thread that may hold any lock. So a finaliser's work that takes a
+The collector runs finalisers at any allocation, in a thread that may hold any lock. So work of a finaliser that takes a
 lock waits for the next call of this package.
 """
 
@@ -74,7 +74,7 @@ class DeferringLock:
     """Runs one piece of work at a time.
 
     Deferred work never waits for the lock, which its own thread may hold: it runs at once if the lock is free, else on
-    its release, and always before other work.
+    its release, before other work.
     """
 
     def __init__(self, report: Callable[[Exception], None]) -> None:
@@ -142,7 +142,7 @@ class DeferringLock:
 
 class Forked(Protocol):
     def after_fork(self) -> None:
-        """Renew the state, first thing in the child process, without the parent's other threads."""
+        """Renew the state in a child process, which lacks the parent's other threads, before anything else."""
 
 
 _followed: WeakSet[Forked] = WeakSet()

@@ -1,10 +1,7 @@
-"""Requests as JSON lines, the input format of the commands.
+"""Requests as JSON lines, the input format of the commands (docs/observing.md has the fields).
 
-    {"time": 12.5, "tenant": "acme", "documents": ["a", {"id": "b", "text": "…"}], "query": "…"}
-    {"time": 13.0, "tenant": "acme", "documents": ["b", "c"], "tokens": [210, 190], "output_tokens": 80}
-
-`ragorder replay`, `order`, `plan` and `fuse` read them. docs/observing.md describes the fields. Contradictory fields
-are refused.
+{"time": 12.5, "tenant": "acme", "documents": ["a", {"id": "b", "text": "…"}], "query": "…"}
+{"time": 13.0, "tenant": "acme", "documents": ["b", "c"], "tokens": [210, 190], "output_tokens": 80}
 """
 
 from __future__ import annotations

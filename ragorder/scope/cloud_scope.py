@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -15,9 +14,7 @@ from ragorder.clouds.tree import MarkedPathSearch, MarkedTree
 from ragorder.ordering import Ordering
 from ragorder.scope.scope import Scope, ScopeOwner
 from ragorder.settings import Settings
-from ragorder.trie.histories import TurnEnd
-from ragorder.trie.residency import Lease, Pool, ScopeLengths, TokenIds
-from ragorder.trie.tree import Node
+from ragorder.trie.residency import Pool, ScopeLengths
 
 _REFUSED = {
     "host_tokens": 0,
@@ -88,8 +85,6 @@ class CloudScopes:
 
 
 class CloudScope(Scope):
-    """A cloud's cache for one model, prompt template and tenant."""
-
     mirror: MarksResidency
     # Only the last message of a turn has breakpoints for documents.
     rebases = False
@@ -113,42 +108,17 @@ class CloudScope(Scope):
         self.search = MarkedPathSearch()
         self._model = cache.model
 
-    def _lease(
-        self, path: Sequence[Node], turn: TurnEnd | None, suffix_tokens: int, token_ids: Sequence[TokenIds]
-    ) -> Lease:
-        if turn is None:
-            return super()._lease(path, turn, suffix_tokens, token_ids)
-        return self.mirror.lease_turn(path, turn, suffix_tokens)
-
     def _begin(self, *arguments: Any, **options: Any) -> Ordering[Any]:
         ordering = super()._begin(*arguments, **options)
         lease: Any = ordering._lease
         plan = self.mirror.plans.get(lease)
         if plan is not None:
-            ordering.cloud = CloudRequest(self._model, plan, _LeaseMirror(self, lease), lease.turn)
+            publish, keep_marks = self.mirror.publish, self.mirror.keep_marks
+            ordering.cloud = CloudRequest(
+                self._model,
+                plan,
+                lambda: self.defer(publish, lease),
+                lambda breakpoints: self.defer(keep_marks, lease, breakpoints),
+                lease.turn,
+            )
         return ordering
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class _LeaseMirror:
-    """Defers changes of a lease. Any thread may call it at any time; it never waits."""
-
-    _scope: CloudScope
-    _lease: Lease
-
-    def publish(self) -> None:
-        self._defer(self._scope.mirror.publish, self._lease)
-
-    def keep_marks(self, breakpoints: Collection[int]) -> None:
-        self._defer(self._scope.mirror.keep_marks, self._lease, breakpoints)
-
-    def _defer(self, work: Callable[..., None], *arguments: Any) -> None:
-        self._scope._owner.defer(partial(self._change, work, *arguments))
-
-    def _change(self, work: Callable[..., None], *arguments: Any) -> None:
-        scope = self._scope
-        if scope.mirror.closed or not scope.whole:
-            return
-        scope.whole = False
-        work(*arguments)
-        scope.whole = True

@@ -34,7 +34,7 @@ class _Expectation(NamedTuple):
 
 
 class Investment:
-    """Choice of documents to compute exactly after the exact prefix, although all have copies.
+    """Documents to compute exactly after the exact prefix, although all have copies.
 
     The request computes all tokens of such a document instead of the share `recompute`; later requests with this
     prefix, as `tail` forecasts them, compute none. Forecasts are scaled by the rate at which earlier ones came true. At
@@ -66,7 +66,7 @@ class Investment:
     ) -> list[int]:
         """Return the documents of `ranks` to compute after `prefix`, next first. `tokens`: lengths by rank.
 
-        The next document is the one that saves most tokens, if they pay for the places that it moves (`min_gain`).
+        The next one saves most tokens, if they pay for the places that it moves (`min_gain`).
         """
         placed, left, spent = list(prefix), list(ranks), 0.0
         while left:
@@ -141,8 +141,8 @@ class Investment:
 class FusedPlaces(NamedTuple):
     """Places of documents by their reuse.
 
-    `exact`: number of leading documents that are cached or computed. `invested`: those computed although they have a
-    copy. `reused`: places of reused copies.
+    `exact`: leading documents that are cached or computed. `invested`: those computed although they have a copy.
+    `reused`: places of reused copies.
     """
 
     exact: int
@@ -157,8 +157,8 @@ class FusedPlaces(NamedTuple):
 class FusedReuse:
     """A scope's documents that have KV outside the cached prefix.
 
-    Only documents computed directly after the cached prefix are exact and extend it. So documents for which an
-    `Investment` pays come first, then those without KV, then reused copies in retrieval order.
+    Only documents computed directly after the cached prefix extend it. So those for which an `Investment` pays come
+    first, then those without KV, then reused copies in retrieval order.
     """
 
     def __init__(self, settings: Settings, tree: KnowledgeTree, tail: Tail | None = None) -> None:

@@ -18,14 +18,8 @@ _MAX_REQUESTS = 4096
 
 
 class Shadow:
-    """The engine's contents if all requests had been served in the orders given to `serve`.
-
-        shadow = Shadow(prefix_tokens=64)
-        found = search.find(shadow.tree, ranks)  # a cached path
-        shadow.serve(found, keys, tokens, order, stamp=2)  # the rest of the order, after that path
-        shadow.evict(before=2)
-
-    At most the last 4,096 paths are kept.
+    """The engine's contents if all requests had been served in the orders given to `serve`; at most the last 4,096
+    paths.
     """
 
     def __init__(self, prefix_tokens: int = 0) -> None:
@@ -77,8 +71,6 @@ class Shadow:
 
 
 class _HeldNode(Node):
-    """A node without blocks: nothing of it is ever missing."""
-
     __slots__ = ()
 
 
@@ -139,8 +131,8 @@ _PRIOR_PROMPTS = 3
 class EarnedMoves:
     """Compares two policies in shadow trees: moves on the tail's forecast, and moves into the cached prefix only.
 
-    This is set dueling (Qureshi et al., ISCA 2007). The forecast pays while it finds 2 % of a prompt's tokens more for
-    each prompt that only it moves, over about 200 requests.
+    Set dueling (Qureshi et al., ISCA 2007): the forecast pays while it finds 2 % of a prompt's tokens more for each
+    prompt that only it moves, over about 200 requests.
     """
 
     def __init__(self, settings: Settings, search: PrefixSearch, tail: GatedTail) -> None:

@@ -43,7 +43,6 @@ class OrderRequest(Generic[D]):
     sent: list[int] | None = None
 
     def send_as(self, permutation: Sequence[int]) -> None:
-        """Send the documents in this order again, which must have each rank once."""
         sent = list(map(index, permutation))
         if sorted(sent) != list(range(len(self.keys))):
             raise ValueError("History.sent must have each rank of the documents exactly once")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from copy import copy as shallow_copy
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, TypeVarTuple
 
 from ragorder.common.counts import Estimate, KnownTokens
 from ragorder.guards import RequestGuards
@@ -23,7 +23,6 @@ from ragorder.trie.residency import (
     LRUResidency,
     Places,
     Pool,
-    Residency,
     ScopeLengths,
     TokenIds,
 )
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from ragorder.trie.residency.blocks import EngineBlocks
 
 D = TypeVar("D")
+Arguments = TypeVarTuple("Arguments")
 
 
 class EngineContents(NamedTuple):
@@ -56,10 +56,11 @@ class ScopeOwner(Protocol):
 
 
 class Scope:
-    """The engine's cache for one (model, template, tenant). The caller serialises all calls except `finish`.
+    """The engine's cache for one (model, template, tenant). The caller serialises all calls except `finish` and
+    `defer`.
 
     Documents after a history keep retrieval order, except for the best one and those that the engine holds in another
-    order. `follows_histories`: the engine can resume a prompt anywhere. `rebases`: an evicted conversation may be
+    order. `follows_histories`: the engine can resume a prompt anywhere. `rebases`: evicted conversations may be
     rebased.
     """
 
@@ -89,7 +90,9 @@ class Scope:
         self.tree = KnowledgeTree(settings.block_size, settings.prefix_tokens, indexed=fuses)
         self.mirror = _make_mirror(name, self.tree, pool, prefix, owner.tiers)
         self._lengths = LearnedLengths().of(name) if lengths is None else lengths
-        self.residency: Residency = FeedbackResidency(self.mirror, self._lengths) if settings.feedback else self.mirror
+        self.residency: FeedbackResidency | LRUResidency = self.mirror
+        if settings.feedback:
+            self.residency = FeedbackResidency(self.mirror, self._lengths)
         self.places: Places | None = owner.tiers.places(self.mirror)
         self.priced = owner.tiers.priced(self.places)
         self.search: PrefixSearch = searches[settings.search](SEARCH_BUDGET)
@@ -200,25 +203,30 @@ class Scope:
     def finish(
         self, lease: Lease, outcome: RequestOutcome, documents_end: int | None = None, fused: FusedPlaces | None = None
     ) -> None:
-        """End a lease. Any thread may call this at any time; it never waits.
-
-        `documents_end`: end of the documents, if it differs from the path's.
-        """
+        """End a lease, as `defer` does. `documents_end`: end of the documents, if it differs from the path's."""
         served, *reported = outcome
-        self._owner.defer(partial(self._end, lease, served, reported, documents_end, fused))
+        self.defer(self._end, lease, served, reported, documents_end, fused)
+
+    def defer(self, work: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
+        """Change the mirror once the scope is free. Any thread may call this at any time; it never waits."""
+        self._owner.defer(partial(self._change, work, *arguments))
+
+    def _change(self, work: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
+        # A dropped or damaged scope has no requests.
+        if self.mirror.closed or not self.whole:
+            return
+        self.whole = False
+        work(*arguments)
+        self.whole = True
 
     def _end(
         self,
         lease: Lease,
         served: bool,
         reported: Sequence[float | None],
-        documents_end: int | None = None,
-        fused: FusedPlaces | None = None,
+        documents_end: int | None,
+        fused: FusedPlaces | None,
     ) -> None:
-        # A dropped or damaged scope has no requests.
-        if self.mirror.closed or not self.whole:
-            return
-        self.whole = False
         if served:
             self.tail.served(lease.path)
             if documents_end is not None and lease.open:
@@ -233,7 +241,6 @@ class Scope:
                 self.fused.investment.cancel(lease.path, fused.invested)
             self.residency.cancel(lease)
         self._owner.changed()
-        self.whole = True
 
     def close(self) -> None:
         self.mirror.close()
@@ -330,8 +337,7 @@ class Scope:
             held, cached_tokens = lease.cached_documents, lease.cached_tokens
         else:
             after = bool(history.segments)
-            path, end, lease = self._begin_turn(history, request, tokens, permutation, suffix_tokens)
-            turn = lease.turn
+            path, turn, end, lease = self._begin_turn(history, request, tokens, permutation, suffix_tokens)
             held = 0 if turn is None else max(0, min(lease.cached_documents, turn.documents) - turn.history_nodes)
             cached_tokens = self._reusable(lease.cached_tokens, path, history)
         if not after and self.earned is not None and request.sent is None:
@@ -362,28 +368,21 @@ class Scope:
         tokens: Sequence[int],
         permutation: list[int],
         suffix_tokens: int,
-    ) -> tuple[list[Node], int, Lease]:
+    ) -> tuple[list[Node], TurnEnd | None, int, Lease]:
         lengths = self._lengths_of(request, history)
         if not self._follows:
             # No later request finds any part of it.
             root = self.tree.root
             rest = sum(lengths[: len(history.segments)]) + sum(tokens)
-            return [root], root.end + rest, self._lease([root], None, suffix_tokens + rest, ())
+            return [root], None, root.end + rest, self.residency.lease([root], suffix_tokens + rest)
         path, turn = self.histories.insert(history, lengths, request.keys, tokens, permutation)
         # The question's node has its tokens.
         asked = 0 if history.question is None else path[-1].end - path[-2].end
         # The tokens of a history are unknown: only the mirror follows what comes after it.
         known = request.token_ids and not history.segments
         token_ids = [request.token_ids[rank] for rank in permutation] if known else ()
-        lease = self._lease(path, turn, max(0, suffix_tokens - asked), token_ids)
-        return path, path[turn.documents].end, lease
-
-    def _lease(
-        self, path: Sequence[Node], turn: TurnEnd | None, suffix_tokens: int, token_ids: Sequence[TokenIds]
-    ) -> Lease:
-        lease = self.residency.lease(path, suffix_tokens, token_ids)
-        lease.turn = turn
-        return lease
+        lease = self.residency.lease(path, max(0, suffix_tokens - asked), token_ids, turn)
+        return path, turn, path[turn.documents].end, lease
 
     def _reusable(self, held_tokens: int, path: Sequence[Node], history: History) -> int:
         """Return the held tokens without the block of the prompt's last token, which engines always compute."""

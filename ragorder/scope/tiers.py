@@ -17,8 +17,6 @@ _HISTORY_NODES = 65_536
 
 
 class EngineTiers:
-    """The tiers and their load costs, from the settings."""
-
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._profile: PrefillProfile | None = None
@@ -28,7 +26,12 @@ class EngineTiers:
             self._profile = PrefillProfile.from_file(settings.profile)
         self._several = settings.capacity_tokens is not None and bool(settings.host_tokens or settings.disk_tokens)
         if "tier_policy" in settings.model_fields_set:
-            _check_policy(settings.tier_policy)
+            from ragorder.trie.policies import policies
+
+            try:
+                policies.check(settings.tier_policy)
+            except ValueError as error:
+                raise ValueError(f"tier_policy: {error}") from None
 
     @property
     def unpriced(self) -> bool:
@@ -75,12 +78,3 @@ class EngineTiers:
     @property
     def _price(self) -> Price | None:
         return self._profile.with_loads if self._profile is not None and self._profile.loads else None
-
-
-def _check_policy(name: str) -> None:
-    from ragorder.trie.policies import policies
-
-    try:
-        policies.check(name)
-    except ValueError as error:
-        raise ValueError(f"tier_policy: {error}") from None

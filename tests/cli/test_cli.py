@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.benched import runs_of
-from support.commands import run_command
+from support.commands import every_command, run_command
 from support.rings import examples, grid
 from support.waiting import eventually
 
@@ -30,7 +30,8 @@ from ragorder.eval.report.demo import DemoReport, Pair
 from ragorder.eval.running.runner import Served
 
 COMMAND = ("-c", "from ragorder.cli import main; main(prog_name='ragorder')")
-MISSING = ("torch", "vllm", "faiss", "transformers", "sentence_transformers", "bm25s", "scipy", "matplotlib", "numpy")
+MISSING = ("torch", "vllm", "faiss", "transformers", "sentence_transformers", "bm25s", "langchain")
+MISSING += ("scipy", "matplotlib", "numpy")
 SETTINGS = [
     ("--capacity-tokens", "4096"),
     ("--block-size", "32"),
@@ -106,24 +107,13 @@ def bench(*arguments: str | Path) -> list[dict[str, Any]]:
     return runs_of(done.stdout)
 
 
-def commands(group: click.Group = main, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    context = click.Context(group)
-    for name in group.list_commands(context):
-        command = group.get_command(context, name)
-        assert command is not None
-        yield (*path, name), command
-        if isinstance(command, click.Group):
-            yield from commands(command, (*path, name))
-
-
-OPTIONS = [
-    (path, option) for path, command in commands() for option in command.params if isinstance(option, click.Option)
-]
+COMMANDS = [*every_command()][1:]
+OPTIONS = [option for _, command in COMMANDS for option in command.params if isinstance(option, click.Option)]
 
 
 class TestHelp:
     def test_every_command_has_it_and_every_option_its_words(self) -> None:
-        for path, command in commands():
+        for path, command in COMMANDS:
             done = invoke(*path, "--help")
             assert (done.exit_code, invoke(*path, "-h").output) == (0, done.output), path
             assert path[-1] in invoke(*path[:-1], "--help").output
@@ -135,7 +125,7 @@ class TestHelp:
 
     def test_a_line_of_the_list_is_the_first_sentence_of_the_commands_help(self) -> None:
         listed = " ".join(invoke("--help").output.split())
-        for path, command in commands():
+        for path, command in COMMANDS:
             sentence = " ".join((command.help or "").split()).partition(". ")[0].removesuffix(".") + "."
             assert len(path) > 1 or f"{path[0]} {sentence}" in listed, path
 
@@ -147,7 +137,7 @@ class TestHelp:
             "for path in json.load(sys.stdin):\n"
             "    print(CliRunner().invoke(main, [*path, '--help']).exit_code)\n"
         )
-        paths = [(), *(path for path, _ in commands())]
+        paths = [path for path, _ in every_command()]
         done = python("-c", script, input=json.dumps(paths), blocked=MISSING)
         assert done.stdout.split() == ["0"] * len(paths), done.stderr
 
@@ -160,7 +150,7 @@ class TestHelp:
 
     def test_every_option_is_used_in_a_test(self) -> None:
         tests = "".join(path.read_text("utf-8") for path in sorted(Path(__file__).parents[1].rglob("test_*.py")))
-        names = [name for _, option in OPTIONS for name in [*option.opts, *option.secondary_opts]]
+        names = [name for option in OPTIONS for name in [*option.opts, *option.secondary_opts]]
         assert names
         assert [name for name in names if f'"{name}"' not in tests] == []
 
@@ -188,8 +178,8 @@ class TestImports:
     @pytest.mark.parametrize(
         ("arguments", "absent"),
         [
-            (("--help",), ("ragorder.eval", "rich", "numpy", "ragorder.adapters", "ragorder.kernels")),
-            (("order",), ("ragorder.eval", "rich", "numpy", "ragorder.adapters", "ragorder.kernels")),
+            (("--help",), ("ragorder.eval", "rich", "ragorder.adapters", "ragorder.kernels", *MISSING)),
+            (("order",), ("ragorder.eval", "rich", "ragorder.adapters", "ragorder.kernels", *MISSING)),
             (("serve", "--help"), ("ragorder.eval", "rich", "numpy", "torch", "httpx2", "starlette")),
             (("engine", "--help"), ("ragorder.eval", "rich", "numpy", "torch", "httpx2", "starlette")),
             (("route", "--help"), ("ragorder.eval", "rich", "numpy", "torch", "httpx2", "ragorder.kernels")),
@@ -247,15 +237,6 @@ class TestOrder:
         twice = [{"documents": ["a", "b"]}] * 2
         assert order(*twice, options=["--document-tokens", "160"])[1]["cached_tokens"] == 320
         assert order(*twice)[1]["cached_tokens"] == 512
-
-    def test_other_fields_are_passed_through(self) -> None:
-        extra = {"id": 7, "query": "Größe? 🙂", "nested": {"a": [1, None, 1.5]}, "tenant": "one"}
-        (answer,) = order(request("ab", **extra))
-        assert extra.items() <= answer.items()
-
-    def test_the_results_own_fields_win(self) -> None:
-        (answer,) = order(request("ab", index=99, permutation="x", cached_tokens=-1))
-        assert (answer["index"], answer["permutation"], answer["cached_tokens"]) == (0, [0, 1], 0)
 
     def test_empty_lines_count_as_lines_but_not_as_requests(self) -> None:
         done = invoke("order", input="\n" + lines(request("a")) + "  \r\n" + lines(request("b")) + "\n{\n")
@@ -367,18 +348,11 @@ class TestOrderRefuses:
         ("line", "said"),
         [
             ('{"documents": ["a"],}', "not JSON"),
-            ('{"documents": ["\xff"]}', "not UTF-8"),
-            ('{"documents": [{"id": "a", "tokens": NaN}]}', "a number in it cannot be read"),
-            ('{"documents": ["a"], "score": -Infinity}', "a number in it cannot be read"),
-            ('{"documents": ["a"], "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
             ("null", '"documents"'),
-            ('{"docs": ["a"]}', '"documents"'),
             ('{"documents": "abc"}', '"documents"'),
             ('{"documents": ["a", 1.5]}', "documents[1]"),
             ('{"documents": [{"id": 1.5}]}', '"documents[0].id" must be a string or an integer, not a decimal'),
             ('{"documents": [{"text": "x"}]}', '"documents[0].id" is missing'),
-            ('{"documents": ["a", {"id": "b", "tokens": "5"}]}', '"documents[1].tokens" must be an integer'),
-            ('{"documents": [{"id": "a", "tokens": true}]}', '"documents[0].tokens" must be an integer'),
             ('{"documents": [{"id": "a", "tokens": -1}]}', '"documents[0].tokens" must be at least 0'),
             ('{"documents": [{"id": "a", "text": 0}]}', '"documents[0].text" must be a string'),
             ('{"documents": [{"id": "a", "metadata": false}]}', '"documents[0].metadata" must be an object'),

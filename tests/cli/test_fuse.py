@@ -136,7 +136,7 @@ def test_a_build_is_gone_on_with_only_if_it_is_the_same(corpus: Path, options: l
         ([{"id": "a", "text": "x"}, {"id": "", "text": "x"}], 'corpus.jsonl:2: "id" must not be empty'),
         ([{"id": "a", "text": "x"}, {"id": 2, "text": "x"}], 'corpus.jsonl:2: "id" must be a string, not an integer'),
         ([{"id": "a", "text": "x"}] * 2, "corpus.jsonl:2: the id 'a' occurs twice, first in line 1"),
-        ([], "the file holds no documents"),
+        ([], "the file holds no lines: add at least one"),
         ([{"id": "a", "text": "word " * 3000}], "document 'a' has more than"),
     ],
 )

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 from pydantic import BaseModel, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from support.commands import every_command
 
 from ragorder import Settings
 from ragorder.adapters.vllm_tiers import TierSettings
@@ -153,10 +154,10 @@ class TestTypes:
     @pytest.mark.parametrize(
         ("kind", "texts"),
         [
-            (Count(1), ("0", "", "x", "1.2.3k")),
-            (Size(1), ("0", "", "x", "1.2.3k")),
-            (Rate(), ("0", "", "x", "1.2.3k")),
-            (Duration(), ("", "x", "5y", "-1", "1.2.3s", "nan")),
+            (Count(1), ("0", "", "x", "1.2.3k", "9" * 400, "9" * 5000)),
+            (Size(1), ("0", "", "x", "1.2.3k", "9" * 400 + ".5", "9" * 5000)),
+            (Rate(), ("0", "", "x", "1.2.3k", "nan", "inf", "9" * 400)),
+            (Duration(), ("", "x", "5y", "-1", "1.2.3s", "nan", "9" * 400, "1" + "0" * 9 + "h")),
         ],
     )
     def test_others_are_refused(self, kind: Any, texts: Sequence[str]) -> None:
@@ -170,26 +171,8 @@ class TestTypes:
         assert "mean" not in caught.value.message
 
 
-def every_command(group: click.Group = main, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    paths = [path]
-    for name in group.list_commands(click.Context(group)):
-        command = group.get_command(click.Context(group), name)
-        paths += every_command(command, (*path, name)) if isinstance(command, click.Group) else [(*path, name)]
-    return paths
-
-
-def command_at(path: tuple[str, ...]) -> click.Command:
-    command: click.Command = main
-    for name in path:
-        assert isinstance(command, click.Group)
-        found = command.get_command(click.Context(command), name)
-        assert found is not None, path
-        command = found
-    return command
-
-
-def every_leaf() -> list[tuple[str, ...]]:
-    return [path for path in every_command() if not isinstance(command_at(path), click.Group)]
+COMMANDS = dict(every_command())
+LEAVES = [path for path, command in COMMANDS.items() if not isinstance(command, click.Group)]
 
 
 FOREIGN = {"--kv-transfer-config"}  # vLLM's
@@ -204,32 +187,31 @@ def read_as(option: click.Option, value: Any) -> str:
 
 
 def options_of(path: tuple[str, ...]) -> list[click.Option]:
-    return [each for each in command_at(path).params if isinstance(each, click.Option)]
+    return [each for each in COMMANDS[path].params if isinstance(each, click.Option)]
 
 
 def help_of(path: tuple[str, ...], option: click.Option) -> str:
     """The words of an option as its command's help shows them, with what click adds."""
-    record = option.get_help_record(click.Context(command_at(path)))
+    record = option.get_help_record(click.Context(COMMANDS[path]))
     return "" if record is None else " ".join(" ".join(record).split())
 
 
 def owner_of(call: str) -> tuple[str, ...]:
     """The command that is called by some words: its name, and that of its group."""
-    known = every_command()
     words = tuple(takewhile(lambda word: not word.startswith("-"), call.split()))
-    return max((words[:count] for count in range(len(words) + 1) if words[:count] in known), key=len)
+    return max((words[:count] for count in range(len(words) + 1) if words[:count] in COMMANDS), key=len)
 
 
 class TestHelpOfEveryCommand:
-    @pytest.mark.parametrize("path", every_command(), ids=" ".join)
+    @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
     def test_fits_a_narrow_terminal_and_is_not_cut(self, path: tuple[str, ...]) -> None:
         said = CliRunner().invoke(main, [*path, "--help"], terminal_width=80).output
         assert [line for line in said.splitlines() if len(line) > 80] == []
         assert "..." not in re.sub(r"SUITE\.\.\.|\[SUITE\|GROUP]\.\.\.|\[ARGS]\.\.\.|,\.\.\.", "", said)
 
-    @pytest.mark.parametrize("path", every_leaf(), ids=" ".join)
+    @pytest.mark.parametrize("path", LEAVES, ids=" ".join)
     def test_ends_with_examples_that_can_be_typed(self, path: tuple[str, ...]) -> None:
-        command = command_at(path)
+        command = COMMANDS[path]
         assert isinstance(command, Command) and command.examples
         said = CliRunner().invoke(main, [*path, "--help"], terminal_width=80).output
         assert said.rstrip().endswith(command.examples[-1].splitlines()[-1].strip())
@@ -240,9 +222,9 @@ class TestHelpOfEveryCommand:
             assert {word for word in words if re.match("--?[a-z]", word)} <= known
 
     def test_has_at_most_45_options(self) -> None:
-        assert [path for path in every_command() if len(options_of(path)) > 45] == []
+        assert [path for path in COMMANDS if len(options_of(path)) > 45] == []
 
-    @pytest.mark.parametrize("path", every_command(), ids=" ".join)
+    @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
     def test_names_the_default_that_an_option_has(self, path: tuple[str, ...]) -> None:
         for each in options_of(path):
             field = getattr(each, "field", None)
@@ -259,16 +241,16 @@ class TestHelpOfEveryCommand:
                 assert [read_as(each, text.strip()) for text in given] == [read_as(each, one) for one in wanted]
 
     def test_lists_each_choice(self) -> None:
-        for path in every_command():
+        for path in COMMANDS:
             for each in options_of(path):
                 if isinstance(each.type, click.Choice):
                     assert [name for name in each.type.choices if name not in help_of(path, each)] == [], path
 
-    @pytest.mark.parametrize("path", every_command(), ids=" ".join)
+    @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
     def test_names_options_that_there_are_as_they_are_typed(self, path: tuple[str, ...]) -> None:
         """What has an underscore is a name in JSON, in quotes, or a part of a value (+keep_first=1). Options of another
         command stand with its name: `ragorder replay --json`."""
-        said = [command_at(path).help or "", *(str(each.help) for each in options_of(path))]
+        said = [COMMANDS[path].help or "", *(str(each.help) for each in options_of(path))]
         for text in said:
             unquoted = re.sub(r'"[^"\n]*"', "", text.partition("\b")[0])
             assert re.findall(r"(?<![\w.+/])[a-z]+(?:_[a-z0-9]+)+\b(?!\.json)", unquoted) == []

@@ -148,16 +148,6 @@ class TestPlan:
         plan(written(tmp_path / "requests.jsonl", []), tmp_path / "plan", "--shards", count)
         assert shards(tmp_path / "plan") == [[]] * int(count)
 
-    def test_fields_are_what_they_were(self, tmp_path: Path) -> None:
-        extra = {"id": 7, "query": "Größe? 🙂 \ud800", "nested": {"a": [1, None, 1.5]}, "tenant": "one", "index": 9}
-        source = written(tmp_path / "requests.jsonl", [{"documents": ["a"], **extra}] * 2)
-        plan(source, tmp_path / "plan", "--document-tokens", "30")
-        planned = {"documents": ["a"], "permutation": [0]}
-        assert rows(tmp_path / "plan") == [
-            {**extra, **planned, "index": 0, "prefix_documents": 0, "cached_tokens": 0},
-            {**extra, **planned, "index": 1, "prefix_documents": 1, "cached_tokens": 30},
-        ]
-
     def test_standard_input_is_read(self, tmp_path: Path) -> None:
         done = invoke("plan", "-o", tmp_path / "plan", "--workers", "1", input='{"documents": ["a", "b"]}\n')
         assert done.exit_code == 0, done.output

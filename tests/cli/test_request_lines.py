@@ -152,8 +152,12 @@ class TestIds:
 class TestFields:
     def test_are_repeated_as_they_came(self, tmp_path: Path) -> None:
         line = {"time": "2025-01-31T12:00:00Z", "tenant": "a", "documents": ["x"], "prompt_tokens": 900, "user": [1]}
-        for (answer,) in (ordered(written(tmp_path, line)), planned(written(tmp_path, line), tmp_path)):
-            assert {name: answer[name] for name in line} == line
+        line |= {"id": 7, "query": "Größe? 🙂 \ud800", "nested": {"a": [1, None, 1.5]}}
+        # The answer's own fields win.
+        own = {"index": 0, "permutation": [0], "prefix_documents": 0, "cached_tokens": 0}
+        path = written(tmp_path, line | {"index": 9, "permutation": "x", "cached_tokens": -1})
+        for (answer,) in (ordered(path), planned(path, tmp_path)):
+            assert answer == line | own
 
     @pytest.mark.parametrize("command", ["order", "plan"])
     def test_that_may_be_meant_for_others_or_are_parallel_to_documents_are_said(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.rings import length
+from support.waiting import counted_lines
 
 from ragorder import Document, History, Orderer, PromptBuilder, Segment
 from ragorder.clouds import TurnMarks, TurnParts, cache_rules, read_cloud_usage
@@ -218,6 +219,15 @@ class TestBodies:
         converse = TurnParts(messages, 1, marks, "1h").bedrock()
         point = {"cachePoint": {"type": "default", "ttl": "1h"}}
         assert converse["messages"][2]["content"] == [{"text": "c"}, point, {"text": "q"}, point]
+
+    def test_steps_grow_no_faster_than_messages(self) -> None:
+        steps = []
+        for count in (100, 400):
+            messages = [{"role": "user", "content": [{"type": "text", "text": "t"}]}] * count
+            with counted_lines() as lines:
+                TurnParts(messages, 0, TurnMarks(question=True)).anthropic()
+            steps += lines
+        assert steps[1] <= 4 * 1.5 * steps[0]
 
     def test_a_message_that_is_divided_otherwise_has_marks_at_its_end_alone(self) -> None:
         messages = [{"role": "user", "content": "abq"}, {"role": "user", "content": "q"}]

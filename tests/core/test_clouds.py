@@ -132,8 +132,15 @@ class TestOrders:
         first.confirm()
         second.discard()
 
-    def test_entries_age_by_the_clock_and_live_anew_when_read(self) -> None:
+    def test_entries_age_from_the_start_of_the_last_request_that_used_them(self) -> None:
         orderer, _, clock = make()
+        ordering = orderer.order(DOCUMENTS)
+        clock.now += 100
+        ordering.confirm()
+        clock.now += 199
+        assert orderer.predict_cached_tokens(DOCUMENTS)[0] > 0
+        clock.now += 2
+        assert orderer.predict_cached_tokens(DOCUMENTS)[0] == 0
         serve(orderer, DOCUMENTS)
         for _ in range(4):
             clock.now += 299
@@ -268,6 +275,7 @@ class TestReports:
         serve(orderer, DOCUMENTS)
         ordering = orderer.order(DOCUMENTS)
         assert ordering.cached_tokens > 0
+        ordering.readable()
         ordering.confirm(0, prompt_tokens=4000, written_tokens=0)
         assert orderer.order(DOCUMENTS).cached_tokens == 0
 
@@ -330,19 +338,21 @@ class TestPrices:
         assert (ordering.cost.price, ordering.cost.money, ordering.cost.saved_money) == (None, None, None)
 
     @pytest.mark.parametrize(
-        "text",
+        ("text", "problem"),
         [
-            "date = ",
-            "currency = 'USD'",
-            "date = '2027'\n[per_million]\nmodel = 'dear'",
-            "date = '2027'\n[per_million]\nmodel = -1",
-            "date = '2027'\nper_million = 5",
+            ("date = ", "not TOML"),
+            ("currency = 'USD'", "date and currency must be given"),
+            *(
+                (f"date = '2027'\n[per_million]\nmodel = {price}", "model: .* is no price")
+                for price in ("'dear'", "-1", "true", "nan", "inf", "9" * 400)
+            ),
+            ("date = '2027'\nper_million = 5", "must be a table"),
         ],
     )
-    def test_a_wrong_file_is_named(self, tmp_path: Path, text: str) -> None:
+    def test_a_wrong_file_is_named(self, tmp_path: Path, text: str, problem: str) -> None:
         file = tmp_path / "wrong.toml"
         file.write_text(text, "utf-8")
-        with pytest.raises(ValueError, match=r"wrong\.toml"):
+        with pytest.raises(ValueError, match=rf"wrong\.toml: .*{problem}"):
             Prices.load(file)
         with pytest.raises(OSError, match="absent"):
             Prices.load(tmp_path / "absent.toml")

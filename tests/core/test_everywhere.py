@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,22 +68,39 @@ def make_orderer(server: Any, builder: PromptBuilder, **options: Any) -> Orderer
 @pytest.fixture(scope="module")
 def plain(vllm_server: Any, builder: PromptBuilder, requests: list[Request]) -> Served:
     """(prompt tokens, cached tokens) of each request, as the lines of docs/python.md serve them."""
-    import openai
-
     vllm_server.reset()
     orderer = make_orderer(vllm_server, builder)
     served = []
-    with openai.OpenAI(base_url=f"{vllm_server.base_url}/v1", api_key="none") as client:
+    with asking(vllm_server) as ask:
         for question, documents in requests:
             ordering = orderer.order(documents)
-            messages: Any = builder.build(question, ordering).messages
-            answer = client.chat.completions.create(
-                model=vllm_server.model_name, messages=messages, max_tokens=1, temperature=0
-            )
-            used = usage(answer.usage)
+            used = ask(builder.build(question, ordering).messages)
             ordering.confirm(used[1], prompt_tokens=used[0])
             served.append(used)
     return served
+
+
+@contextmanager
+def asking(server: Any, url: str | None = None) -> Iterator[Callable[..., tuple[int, int]]]:
+    """A function that sends messages to the server, or to a proxy at `url`, for an answer of one token."""
+    import openai
+
+    with openai.OpenAI(base_url=f"{url or server.base_url}/v1", api_key="none") as client:
+
+        def ask(messages: Any, **extra_body: Any) -> tuple[int, int]:
+            fixed: Any = {"model": server.model_name, "max_tokens": 1, "temperature": 0, "extra_body": extra_body}
+            return usage(client.chat.completions.create(messages=messages, **fixed).usage)
+
+        yield ask
+
+
+def ask_tagged(ask: Callable[..., tuple[int, int]], requests: list[Request]) -> Served:
+    """The requests with tagged documents, as the proxy orders them."""
+    system = [{"role": "system", "content": SYSTEM}]
+    return [
+        ask(system, ragorder={"documents": [{"id": d.id, "text": d.text} for d in documents], "query": question})
+        for question, documents in requests
+    ]
 
 
 def usage(reported: Any) -> tuple[int, int]:
@@ -103,17 +120,9 @@ def test_plain_python_finds_more_than_retrieval_order_does(
     vllm_server: Any, builder: PromptBuilder, requests: list[Request], plain: Served
 ) -> None:
     """There is something to be equal to: prompts differ, documents are evicted, and ordering helps."""
-    import openai
-
     vllm_server.reset()
-    retrieval = 0
-    with openai.OpenAI(base_url=f"{vllm_server.base_url}/v1", api_key="none") as client:
-        for question, documents in requests:
-            messages: Any = builder.build(question, documents).messages
-            answer = client.chat.completions.create(
-                model=vllm_server.model_name, messages=messages, max_tokens=1, temperature=0
-            )
-            retrieval += usage(answer.usage)[1]
+    with asking(vllm_server) as ask:
+        retrieval = sum(ask(builder.build(question, documents).messages)[1] for question, documents in requests)
     assert sum(cached for _, cached in plain) > 1.5 * retrieval > 0
     assert sum(tokens for tokens, _ in plain) > 5 * vllm_server.capacity_tokens
 
@@ -310,27 +319,12 @@ def test_dspy(
 def test_proxy(vllm_server: Any, vllm_model: Path, requests: list[Request], plain: Served) -> None:
     """`ragorder serve` itself, which reads the size of the cache from the server. What it says was saved is what the
     server reported."""
-    import openai
-
     from ragorder.adapters.observing.stats import fetch_stats
 
     vllm_server.reset()
     with serving("--upstream", vllm_server.base_url, "--tokenizer", str(vllm_model)) as url:
-        served = []
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
-            for question, documents in requests:
-                tagged = {
-                    "documents": [{"id": document.id, "text": document.text} for document in documents],
-                    "query": question,
-                }
-                answer = client.chat.completions.create(
-                    model=vllm_server.model_name,
-                    messages=[{"role": "system", "content": SYSTEM}],
-                    max_tokens=1,
-                    temperature=0,
-                    extra_body={"ragorder": tagged},
-                )
-                served.append(usage(answer.usage))
+        with asking(vllm_server, url) as ask:
+            served = ask_tagged(ask, requests)
         stats = fetch_stats(url)
     check(served, plain)
     assert (stats.served, stats.reports) == (REQUESTS, REQUESTS)
@@ -345,22 +339,12 @@ def test_the_proxy_in_shadow_mode(
 ) -> None:
     """Prompts are those of retrieval order; what would have been saved is what plain Python does save, to within a
     block a request."""
-    import openai
-
     from ragorder.adapters.observing.stats import fetch_stats
 
     vllm_server.reset()
     with serving("--upstream", vllm_server.base_url, "--tokenizer", str(vllm_model), "--shadow") as url:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
-            for question, documents in requests:
-                tagged = {"documents": [{"id": d.id, "text": d.text} for d in documents], "query": question}
-                client.chat.completions.create(
-                    model=vllm_server.model_name,
-                    messages=[{"role": "system", "content": SYSTEM}],
-                    max_tokens=1,
-                    temperature=0,
-                    extra_body={"ragorder": tagged},
-                )
+        with asking(vllm_server, url) as ask:
+            ask_tagged(ask, requests)
         stats = fetch_stats(url)
     assert stats.shadow
     assert stats.reports == REQUESTS

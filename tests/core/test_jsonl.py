@@ -121,6 +121,10 @@ class TestWhatIsRefused:
             (b'{"id": "\xff"}', "not UTF-8: a line looks like {}"),
             (b"[" * 100_000, "nested too deeply: a line looks like {}"),
             (b'{"id": NaN}', "a number in it cannot be read (NaN, infinite or too many digits): a line looks like {}"),
+            (
+                b'{"id": -Infinity}',
+                "a number in it cannot be read (NaN, infinite or too many digits): a line looks like {}",
+            ),
             ([1], "must be an object, not a list: a line looks like {}"),
             ({"parts": []}, '"id" is missing: add it'),
             ({"id": True, "parts": []}, '"id" must be a string or an integer, not a boolean'),

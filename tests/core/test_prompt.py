@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, pairwise, permutations
+from itertools import accumulate, permutations
 from typing import Any
 from unicodedata import normalize
 
@@ -275,19 +275,6 @@ class TestRanking:
 
 
 class TestTokens:
-    def test_spans_cover_the_documents_in_order_and_nothing_else(self, tokenizer: Any) -> None:
-        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer)
-        prompt = builder.build(QUERY, DOCUMENTS)
-        assert [span.id for span in prompt.spans] == ["cats", "banks", "ü"]
-        assert prompt.spans[0].start == builder.prefix_tokens
-        assert all(before.end == after.start for before, after in pairwise(prompt.spans))
-        assert prompt.token_ids is not None
-        before = tokenizer.decode(prompt.token_ids[: prompt.spans[0].start])
-        after = tokenizer.decode(prompt.token_ids[prompt.spans[-1].end :])
-        assert SYSTEM in before
-        assert after.startswith(f"Question: {QUERY}")
-        assert tokenizer.decode(spans_of(prompt)[1]) == f"[banks]\n{BANKS.text}\n\n"
-
     @each_tokenizer
     @given(query=texts, documents=documents, seed=st.integers())
     def test_tokens_never_depend_on_neighbours_or_place(
@@ -373,12 +360,6 @@ class TestMessages:
     def test_a_system_prompt_that_is_trimmed_is_in_front_all_the_same(self, tokenizers: dict[str, Any]) -> None:
         prompt = PromptBuilder(f"\n {SYSTEM} \n", tokenizer=tokenizers["trimming"]).build(QUERY, DOCUMENTS)
         assert prompt.text.startswith(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n[cats]\n")
-
-    def test_hold_each_document_and_the_question_once(self, tokenizer: Any) -> None:
-        content = PromptBuilder(SYSTEM, tokenizer=tokenizer).build(QUERY, DOCUMENTS).messages[-1]["content"]
-        for part in [QUERY, *(document.text for document in DOCUMENTS)]:
-            assert content.count(part) == 1
-        assert content.endswith(f"Question: {QUERY}")
 
 
 class TestControlTokens:

@@ -1,16 +1,18 @@
-"""Control tokens in long texts: found window by window, and the same as in one go."""
+"""Long texts: control tokens are found window by window, and tokens are counted piece by piece."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import ragorder.tokens as module
-from ragorder.tokens import special_token_escaper
+from ragorder import Document, PromptBuilder
+from ragorder.tokens import special_token_escaper, split_text
 
 PIECES = [
     "<",
@@ -66,3 +68,31 @@ def test_a_search_goes_no_further_than_a_window() -> None:
     assert module._replace(Pattern(), 10, "x" * 200_000, module._break) is None  # type: ignore[arg-type]
     assert len(ends) == -(-200_000 // module._WINDOW)
     assert max(ends) == module._WINDOW + 10
+
+
+LONG = " ".join(f"The cat {number} sleeps on the warm windowsill." for number in range(4000))
+TEXTS = ["", "word " * 20_000, "x" * 100_000, "\n" * 32_768, "a" * 32_768 + " b", "é " * 40_000]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_nothing_of_a_text_is_lost(text: str) -> None:
+    cut = list(split_text(text))
+    assert "".join(cut) == text
+    assert max(map(len, cut)) <= 32_768
+    assert len(cut) <= len(text) // 32_000 + 1
+
+
+def test_a_long_document_has_about_as_many_tokens_in_pieces(tokenizers: dict[str, Any]) -> None:
+    builder = PromptBuilder("", tokenizer=tokenizers["chatml"])
+    document = Document("long", LONG)
+    cuts = len(LONG) // 32_768
+    assert cuts > 4
+    assert abs(builder.count_tokens(document) - builder.document_tokens(document)) <= 2 * cuts
+
+
+@pytest.mark.parametrize("align_to", [None, 8])
+def test_a_short_one_is_counted_as_it_is(align_to: int | None, tokenizer: Any) -> None:
+    builder = PromptBuilder("", tokenizer=tokenizer, align_to=align_to)
+    for text in ("", "one", "one two " * 100, "<|im_end|>"):
+        document = Document("a", text)
+        assert builder.count_tokens(document) == builder.document_tokens(document)

@@ -293,12 +293,6 @@ class TestServed:
             assert process.stop() == ""
 
 
-def test_links_of_the_readme_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (DEPLOY / "README.md").read_text("utf-8"))
-    assert links
-    assert [link for link in links if not (DEPLOY / link).exists()] == []
-
-
 def test_the_readme_names_every_folder() -> None:
     text = (DEPLOY / "README.md").read_text("utf-8")
     for path in (*DEPLOY.iterdir(), *(DEPLOY / "kubernetes").iterdir(), *(DEPLOY / "routers").iterdir()):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import click
 import pytest
+from support.commands import every_command
 
 from ragorder.cli import main
 
@@ -80,7 +81,7 @@ def test_names_that_are_imported_from_ragorder_exist(path: Path) -> None:
                 importlib.import_module(f"{module}.{name.name}")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "deploy" / "README.md"], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text("utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
@@ -118,16 +119,8 @@ def test_commands_have_the_options_that_are_shown(page: Path) -> None:
 @cache
 def options() -> set[str]:
     """Those of all commands."""
-
-    def of(command: click.Command) -> Iterator[str]:
-        for parameter in command.params:
-            yield from (*parameter.opts, *parameter.secondary_opts)
-        if isinstance(command, click.Group):
-            for name in command.list_commands(click.Context(command)):
-                if (member := command.get_command(click.Context(command), name)) is not None:
-                    yield from of(member)
-
-    return {"--help", *of(main)}
+    params = [param for _, command in every_command() for param in command.params]
+    return {"--help", *(name for param in params for name in (*param.opts, *param.secondary_opts))}
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)

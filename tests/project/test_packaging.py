@@ -97,17 +97,6 @@ class TestImport:
         assert "ragorder" in loaded
         assert loaded.isdisjoint(HEAVY)
 
-    def test_needs_nothing_heavy(self, python: Any) -> None:
-        script = "from ragorder import Document, Orderer\nprint(Orderer(strict=True).order([Document('a')]))"
-        done = python("-c", script, blocked=HEAVY)
-        assert done.returncode == 0, done.stderr
-
-    def test_importing_the_command_line_loads_nothing_heavy(self, python: Any) -> None:
-        done = python("-c", "import sys, json, ragorder.cli; print(json.dumps(sorted(sys.modules)))")
-        loaded = set(json.loads(done.stdout))
-        assert {name.partition(".")[0] for name in loaded}.isdisjoint(HEAVY)
-        assert not [name for name in loaded if name.startswith("ragorder.eval")]
-
     @pytest.mark.slow
     @pytest.mark.parametrize("module", ["ragorder.kernels.engine", "ragorder.kernels.model_sizes"])
     def test_the_embedded_engine_loads_no_server_of_batches(self, python: Any, module: str) -> None:

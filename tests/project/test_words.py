@@ -7,10 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import click
 import pytest
-
-from ragorder.cli.main import main
+from support.commands import every_command
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("ragorder", "trie", "pipelining", "kernels", "adapters", "examples")
@@ -53,20 +51,11 @@ def test_pages_are_plain(page: Path) -> None:
     assert [line for line in prose.splitlines() if IN_PROSE.search(line)] == []
 
 
-def commands(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
-    yield " ".join(words), command
-    if isinstance(command, click.Group):
-        context = click.Context(command)
-        for name in command.list_commands(context):
-            if (member := command.get_command(context, name)) is not None:
-                yield from commands(member, (*words, name))
-
-
 def test_help_is_plain() -> None:
     said = {}
-    for name, command in commands(main):
+    for path, command in every_command():
         texts = [command.help or "", *(getattr(each, "help", None) or "" for each in command.params)]
         # A policy may have the name none.
         if words := found("\n".join(texts).replace("none: ", "")):
-            said[name] = words
+            said[path] = words
     assert not said

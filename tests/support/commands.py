@@ -1,12 +1,26 @@
-"""Commands run in the tests' own process."""
+"""The commands of ragorder, and their runs in the tests' own process."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import click
 from click.testing import CliRunner, Result
+
+from ragorder.cli.main import main
+
+
+def every_command(
+    command: click.Command = main, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Each command with its path, groups before their members."""
+    yield path, command
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            if (member := command.get_command(context, name)) is not None:
+                yield from every_command(member, (*path, name))
 
 
 def run_command(

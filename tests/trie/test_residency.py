@@ -6,7 +6,6 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import product
 from typing import Any
 
 import pytest
@@ -403,7 +402,7 @@ class TestResize:
         for documents in ("abc", "def"):
             path = tree.insert(documents, [30] * 3, range(3))
             residency.release(residency.lease(path, SUFFIX), BLOCK)
-        assert residency.corrections == 0
+        assert set(paths(tree)) == {"", "a", "ab", "abc", "d", "de", "def"}
 
 
 _MACHINE = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
@@ -493,20 +492,6 @@ class TestAgreementWithTheEngine:
             assert predicted == true
         for documents, node in mirrored.known_paths():
             assert mirrored.engine.cached_tokens(mirrored.prompt(documents)) == mirrored.tree.cached_tokens(node)
-
-    @pytest.mark.parametrize(
-        ("name", "in_flight", "capacity_tokens"),
-        grid(list(product(["paper-shuf", "mix8", "zipf10", "geo"], [1, 8], [3_000, 20_000, 100_000, None])), 5),
-    )
-    def test_workloads(self, name: str, capacity_tokens: int | None, in_flight: int) -> None:
-        workload = make_workload(name, seed=0, requests=250)
-        lengths = [document.token_count for document in workload.documents]
-        mirrored = Mirrored(lengths, capacity_tokens, in_flight)
-        served = [mirrored.serve(ranking) for ranking in workload.rankings]
-        assert [predicted for predicted, _ in served] == [true for _, true in served]
-        assert sum(true for _, true in served) > PREFIX * 100
-        if capacity_tokens is not None:
-            assert mirrored.residency.pool.used_blocks == recomputed_blocks(mirrored.residency)
 
 
 class TestFeedback:

@@ -198,20 +198,9 @@ class TestBest(SearchContract):
             ]
             assert node.stamp == max(path.stamp for path in equals)
 
-    @pytest.mark.parametrize(
-        ("sequences", "tokens", "documents", "found"),
-        [
-            (("bcd", "a"), {}, "abcd", "bcd"),
-            (("ab", "c"), {"a": 16, "b": 16, "c": 64}, "abc", "c"),
-            (("ab", "cd"), {}, "dcba", "cd"),
-            (("cd", "ab"), {}, "dcba", "ab"),
-        ],
-        ids=["beyond the first child", "tokens, not documents", "of equals the last", "of equals the last again"],
-    )
-    def test_takes_the_longest_path(
-        self, sequences: Sequence[str], tokens: dict[str, int], documents: str, found: str
-    ) -> None:
-        assert "".join(find(self.search, tree_of(*sequences, tokens=tokens), documents)) == found
+    def test_among_equal_paths_takes_the_one_used_last(self) -> None:
+        for last, other in (("ab", "cd"), ("cd", "ab")):
+            assert "".join(find(self.search, tree_of(other, last), "dcba")) == last
 
     @pytest.mark.parametrize("budget", [1, 2, 7, 50])
     def test_looks_at_no_more_nodes_than_its_budget(self, budget: int) -> None:
@@ -263,16 +252,6 @@ class TestPricedPaths:
     @staticmethod
     def loads(node: Node) -> tuple[int, int]:
         return LOADS[str(node.key)]
-
-    def keys(self, price: Price, tree: KnowledgeTree, documents: str) -> str:
-        node = improved(priced(price, self.loads), tree, documents)
-        return "".join(documents[rank] for rank in ranks_on_path(node, ranks_of(documents)))
-
-    @pytest.mark.parametrize(("disk_s", "chosen"), [(0.0, "bd"), (0.9, "bd"), (1.1, "c")])
-    def test_a_longer_path_on_disk_is_taken_while_loading_is_faster_than_computing(
-        self, disk_s: float, chosen: str
-    ) -> None:
-        assert self.keys(self.price(0, disk_s), tree_of("bd", "c"), "bdc") == chosen
 
     def test_guards_restrict_it(self) -> None:
         tree = tree_of("ba", "d")

@@ -12,13 +12,11 @@ from ragorder.trie.tree import Node
 
 
 class TieredHolder(Holder, Protocol):
-    """A residency whose nodes are in the tiers."""
-
     def truncate(self, node: Node, kept_blocks: int) -> None: ...
 
 
 class TieredPool(Pool):
-    """A pool that keeps a node while a tier of `mirror` has it; `nodes_by_key` has the nodes of all scopes.
+    """A pool that keeps a node while a tier of `mirror` has it. `nodes_by_key` has the nodes of all scopes.
 
     A dry run (`copy`) treats the tiers as one LRU tier of `held_tokens`.
     """

@@ -58,15 +58,9 @@ class TieredResidency(LRUResidency):
             expected=dict(zip(in_order[1:], expected_uses(), strict=False)),
         )
 
-    def release(
-        self,
-        lease: Lease,
-        cached_tokens: Reported = None,
-        total_tokens: Reported = None,
-        prompt_tokens: Reported = None,
-    ) -> None:
+    def release(self, lease: Lease, *reported: Reported, **named: Reported) -> None:
         path = lease.path
-        super().release(lease, cached_tokens, total_tokens)
+        super().release(lease, *reported, **named)
         self._settle(lease, path)
 
     def cancel(self, lease: Lease) -> None:

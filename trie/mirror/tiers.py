@@ -35,9 +35,8 @@ class MirroredTier:
     def admit(
         self, arrivals: Sequence[Arrival], protected: Container[Hashable], awaited: Container[Hashable] = ()
     ) -> list[Arrival]:
-        """Insert the arrivals that fit and return the evicted nodes, children first.
-
-        `awaited` nodes are evicted only if nothing else makes room.
+        """Insert the arrivals that fit and return the evicted nodes, children first; `awaited` ones only if nothing
+        else helps.
         """
         tier, held, room = self.tier, self._held, self.capacity_tokens
         admitted = []
@@ -93,8 +92,8 @@ class TierPriority(NamedTuple):
 class TierMirror:
     """Serve an orderer's requests on `tiers`, the device first, as its engine does.
 
-    With `write_through` each tier takes all computed nodes, as in vLLM with ragorder's tiers; otherwise the nodes
-    evicted above, as in the paper (RAGCache 5.1). Host memory evicts nodes of requests in flight last.
+    With `write_through` each tier takes all computed nodes, as in vLLM with ragorder's tiers; otherwise those evicted
+    above, as in the paper (RAGCache 5.1). Host memory evicts nodes of requests in flight last.
     """
 
     def __init__(self, tiers: Sequence[MirroredTier], *, write_through: bool, profile: PrefillProfile = LINEAR) -> None:
@@ -110,7 +109,7 @@ class TierMirror:
         return any(key in tier for tier in self.tiers)
 
     def place(self, key: Hashable) -> Place:
-        """Return the fastest tier that has the node, or the slowest tier if none has."""
+        """Return the fastest tier that has the node, or else the slowest tier."""
         for tier in self.tiers:
             if key in tier:
                 return tier.place
@@ -131,9 +130,8 @@ class TierMirror:
         computed: Container[Hashable],
         expected: Mapping[Hashable, float],
     ) -> list[Hashable]:
-        """Bring a request's path to the device, and a private suffix until `settle`.
-
-        Returns the nodes that no tier has any more.
+        """Bring a request's path to the device, and a private suffix until `settle`. Return nodes that no tier has any
+        more.
         """
         cost = self._cost = self._profile.cost(cached_tokens, new_tokens)
         keys = [arrival.key for arrival in path]
@@ -169,9 +167,8 @@ class TierMirror:
         kept: Container[Hashable] = (),
         only: Container[Hashable] | None = None,
     ) -> list[Hashable]:
-        """Evict nodes below `priorities` except `kept` (of `only` these keys), and charge other clients.
-
-        Returns the nodes that no tier has any more.
+        """Evict nodes below `priorities` except `kept` (of `only` these keys), charge other clients, and return lost
+        nodes.
         """
         gone: dict[Hashable, None] = {}
         for tier, priority in priorities:
@@ -181,9 +178,8 @@ class TierMirror:
         return self._lost(gone)
 
     def evict_tokens(self, tokens: int) -> list[Hashable]:
-        """Evict `tokens` tokens, slowest tier first, and charge other clients.
-
-        Returns the nodes that no tier has any more.
+        """Evict `tokens` tokens, slowest tier first, charge other clients, and return the nodes that no tier has any
+        more.
         """
         gone: dict[Hashable, None] = {}
         for tier in reversed(self.tiers):

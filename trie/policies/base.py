@@ -40,7 +40,7 @@ class ReplacementPolicy(Protocol):
     def priority(self, node: TierNode) -> float: ...
 
     def evicted(self, node: TierNode, used: int) -> None:
-        """Record an eviction from a tier with nodes of total size `used`."""
+        """`used`: total size of the tier's nodes."""
 
 
 class Clocked:
@@ -66,8 +66,8 @@ _LEAST_COST = 1e-12
 class Forecast:
     """log(Uses x Cost / Size) + 0.5 x Turnovers.
 
-    Uses are the last forecast, else the frequency. Turnovers are the evicted over the used size: uses decay by a
-    constant factor per replacement of a tier.
+    Uses are the last forecast, else the frequency. Turnovers (evicted over used size) let uses decay with each
+    replacement of a tier.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class PGDSF(Clocked):
 
 
 class AwaitedNodes:
-    """Nodes on the paths of waiting requests, cached or not, up to `room` in total; oldest requests first."""
+    """Nodes on the paths of waiting requests, cached or not, of at most `room` in total; oldest requests first."""
 
     def __init__(self, room: int) -> None:
         self._total = self._room = room

@@ -129,11 +129,6 @@ NO_FORECAST: Mapping[Any, float] = MappingProxyType({})
 class Tier:
     """Metadata of one tier's nodes; `used` is the sum of their sizes. Not thread-safe.
 
-        tier = Tier(make_policy("pgdsf"), History(65536))
-        tier.insert("system prompt", size=4)
-        tier.insert("document", size=9, parent="system prompt")
-        tier.evict(5)  # ["document"]
-
     Keys are hashable and not None; parents may be absent. Without a history, insert a request's nodes before `use`.
     """
 
@@ -171,8 +166,8 @@ class Tier:
     ) -> None:
         """Count a request along `path`, root first; absent nodes are counted in the history.
 
-        It computed the nodes in `computed` at `cost` seconds per new token (formula 4). `expected` maps nodes to
-        forecast uses.
+        It computed the nodes in `computed` at `cost` seconds per new token (formula 4). `expected`: forecast uses by
+        node.
         """
         if cost is not None and not 0 <= cost < math.inf:
             raise ValueError(f"cost is {cost} s a token: give a finite number, 0 or more")

@@ -1,6 +1,6 @@
 """Residency: which parts of the knowledge tree the engine still holds."""
 
-from ragorder.trie.residency.base import Lease, Loads, Place, Places, Residency
+from ragorder.trie.residency.base import Lease, Loads, Place, Places
 from ragorder.trie.residency.feedback import FeedbackResidency
 from ragorder.trie.residency.lengths import LearnedLengths, ScopeLengths
 from ragorder.trie.residency.lru import LRUResidency
@@ -17,7 +17,6 @@ __all__ = [
     "Places",
     "Pool",
     "RequestedDocuments",
-    "Residency",
     "ScopeLengths",
     "TokenIds",
 ]

@@ -1,4 +1,4 @@
-"""Interface of a residency."""
+"""Leases of requests in flight, and places of blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from ragorder.trie.histories import TurnEnd
-from ragorder.trie.tree import Node, RequestedDocuments, TokenIds
+from ragorder.trie.tree import Node
 
 Reported = float | None
 """Tokens that an engine reported, if it did."""
@@ -19,8 +19,9 @@ class Lease:
     """A request in flight since `stamp`.
 
     At its start the engine held `cached_documents` and `cached_tokens` (with the system prompt) of its `path`. After
-    the documents it fills `suffix_blocks` blocks, and `partial_blocks` (0 or 1) in part. `previous_stamp` is the last
-    use of the last cached node (0: in use).
+    the documents it fills `suffix_blocks` blocks, and `partial_blocks` (0 or 1) in part. `previous_stamp`: last use of
+    the last cached node (0: in use). A lease ends with one `release` or `cancel` of its residency; a lost one counts as
+    served when its room is needed.
     """
 
     path: Sequence[Node]
@@ -35,28 +36,6 @@ class Lease:
 
     def copy(self, copies: Mapping[Node, Node]) -> Lease:
         return replace(self, path=[copies[node] for node in self.path], open=True, turn=None)
-
-
-class Residency(Protocol):
-    """Tracks which nodes the engine holds. The caller serialises all calls.
-
-    Every lease ends with one `release` or `cancel`; a lost one counts as served when its room is needed.
-    """
-
-    def refresh(self, requested: RequestedDocuments | None = None) -> None: ...
-
-    def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease: ...
-
-    def release(
-        self,
-        lease: Lease,
-        cached_tokens: Reported = None,
-        total_tokens: Reported = None,
-        prompt_tokens: Reported = None,
-    ) -> None:
-        """End a served request, with the token counts that the engine reported."""
-
-    def cancel(self, lease: Lease) -> None: ...
 
 
 class Place(IntEnum):
@@ -78,8 +57,6 @@ class Loads(NamedTuple):
 class Places(Protocol):
     """A residency that knows the tier of each block."""
 
-    def loads(self, node: Node) -> Loads:
-        """Return the loads of the node's held blocks."""
-
+    def loads(self, node: Node) -> Loads: ...
     def serve(self, path: Sequence[Node], lease: Lease, expected_uses: Callable[[], Sequence[float]]) -> None:
         """Put a new request's path on the device; without room, the lease has ended already."""

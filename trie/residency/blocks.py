@@ -83,7 +83,7 @@ class EngineBlocks:
         blocks.store(["hash"], None, range(16))
 
     `generation` changes if blocks may have been evicted without events, `epoch` with the engine. At most `max_blocks`
-    are recorded: choose a multiple of the engine's capacity. `orphans` counts blocks with unknown parents.
+    are recorded: give a multiple of the engine's capacity. `orphans` counts blocks with unknown parents.
     """
 
     def __init__(self, block_size: int, max_blocks: int = 1 << 18) -> None:

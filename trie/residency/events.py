@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from ragorder.trie.histories import TurnEnd
 from ragorder.trie.residency.base import Lease, Loads, Place, Reported
 from ragorder.trie.residency.blocks import Content, EngineBlocks, PathContents, chain_root, pack_tokens
 from ragorder.trie.residency.followed import FollowedPool
@@ -102,7 +103,9 @@ class EventsResidency(LRUResidency):
             for served in list(discover(self.tree, self._blocks, self._contents, pool.watched, requested)):
                 self._adopt(self.tree.insert(requested.keys, requested.tokens, served.ranks), served.contents)
 
-    def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
+    def lease(
+        self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = (), turn: TurnEnd | None = None
+    ) -> Lease:
         contents = self._contents
         for node, ids in zip(path[1:], token_ids, strict=False):
             if node not in contents and node.parent in contents and len(ids) == node.end - node.parent.end:
@@ -123,20 +126,14 @@ class EventsResidency(LRUResidency):
         known = contents.get(path[-1])
         marker = known.last if known is not None and not self._blocks.holds(known.last) else None
         evicted_blocks = pool.evicted_blocks
-        lease = super().lease(path, suffix_tokens)
+        lease = super().lease(path, suffix_tokens, turn=turn)
         if pool.evicted_blocks > evicted_blocks:
             self._expect_events(lease, marker)
         return lease
 
-    def release(
-        self,
-        lease: Lease,
-        cached_tokens: Reported = None,
-        total_tokens: Reported = None,
-        prompt_tokens: Reported = None,
-    ) -> None:
+    def release(self, lease: Lease, *reported: Reported, **named: Reported) -> None:
         evicted_blocks = self.pool.evicted_blocks
-        super().release(lease, cached_tokens, total_tokens)
+        super().release(lease, *reported, **named)
         self.pool.end()
         if self.pool.evicted_blocks > evicted_blocks:
             self._expect_events(lease, None)

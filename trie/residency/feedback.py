@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
+from ragorder.trie.histories import TurnEnd
 from ragorder.trie.residency.base import Lease, Reported
 from ragorder.trie.residency.lengths import LearnedLengths, ScopeLengths
 from ragorder.trie.residency.lru import LRUResidency
 from ragorder.trie.tree import Node, RequestedDocuments, TokenIds
 
 _ESTIMATES_EXCEED = 4 / 3
-_MAX_TOKENS = 1 << 32
 
 
 class FeedbackResidency:
@@ -24,7 +24,6 @@ class FeedbackResidency:
     def __init__(self, mirror: LRUResidency, lengths: ScopeLengths | None = None) -> None:
         self.mirror = mirror
         self.tree = mirror.tree
-        self.corrections = 0
         self.lengths = LearnedLengths().of(None) if lengths is None else lengths
         self._learns = not mirror.knows_tokens
         self._ratio = self.lengths.ratio
@@ -61,8 +60,10 @@ class FeedbackResidency:
         self.lengths.engine.learn_loss(kept_blocks)
         self.mirror.pool.losses = self.lengths.engine.losses
 
-    def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
-        return self.mirror.lease(path, suffix_tokens, token_ids)
+    def lease(
+        self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = (), turn: TurnEnd | None = None
+    ) -> Lease:
+        return self.mirror.lease(path, suffix_tokens, token_ids, turn)
 
     def release(
         self,
@@ -80,7 +81,7 @@ class FeedbackResidency:
         self.mirror.release(lease, None, total_tokens)
 
     def learn_prompt(self, documents_tokens: int, prompt_tokens: float) -> None:
-        if self._learns and 0 <= prompt_tokens < _MAX_TOKENS:
+        if self._learns:
             self.lengths.learn_prompt(documents_tokens, prompt_tokens)
 
     def cancel(self, lease: Lease) -> None:
@@ -91,7 +92,7 @@ class FeedbackResidency:
         last = lease.path[lease.cached_documents]
         # If the engine holds part of a document, the mirror may have the wrong part.
         certain = _ends_in_documents(lease) and lease.cached_tokens == last.end // size * size
-        if self._learns and certain and 0 <= cached_tokens < _MAX_TOKENS:
+        if self._learns and certain:
             lengths.learn_hit(root.end, last.end - root.end, cached_tokens, size)
         likely_tokens = cached_tokens * (_ESTIMATES_EXCEED if lengths.estimated else 1)
         # A learned prefix may be wrong by some tokens, hence by a block.
@@ -104,7 +105,6 @@ class FeedbackResidency:
         # Every request uses the prefix, so a smaller report means a shorter prefix, not an eviction.
         if (last is root and cached_tokens > 0) or lengths.prefix_tokens not in (None, root.end):
             return
-        self.corrections += 1
         # A scope without any hits, say because its prompts contain the time of day, is no evidence about other scopes.
         alone = not self._confirmed and len(self.mirror.pool.holders) > 1
         self._confirmed = False

@@ -39,8 +39,8 @@ class _Pending(NamedTuple):
 class FollowedPool(Pool):
     """The mirror of the block pool, corrected block by block by the engine's events.
 
-    Events arrive late, so the mirror predicts what requests will fill and evict. Evicted nodes are `doomed`: hidden in
-    their trees until the engine has begun the request.
+    Events arrive late, so the mirror predicts what requests fill and evict. Evicted nodes are `doomed`: hidden in their
+    trees until the engine has begun the request.
     """
 
     def __init__(

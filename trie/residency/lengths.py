@@ -1,10 +1,10 @@
 """Prompt lengths learned from the engine's reports.
 
 - Prefix: with `x` tokens of whole documents held, the engine reuses `cached = floor((prefix + x) / block) * block`
-  tokens, so `cached - x <= prefix < cached - x + block`. The prefix lies where more than half of the latest intervals
+  tokens, so `cached - x <= prefix < cached - x + block`. The prefix is where more than half of the latest intervals
   meet. With estimated lengths only `x = 0` counts.
 - Tokens per estimated token: the median of `(cached - prefix) / x`, or the least-squares slope of prompt tokens over
-  estimated document tokens, with the smaller standard error.
+  estimated document tokens, whichever has the smaller standard error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RATIOS = (0.2, 8.0)
 class LearnedLengths:
     """Learned lengths of one engine's prompts.
 
-    `ratio` is tokens per estimated token. `losses` counts evictions by other clients; the last left `kept_blocks`.
+    `ratio`: tokens per estimated token. `losses`: evictions by other clients, the last of them left `kept_blocks`.
     """
 
     def __init__(self) -> None:

@@ -9,8 +9,6 @@ from ragorder.trie.residency.base import Lease, Reported
 from ragorder.trie.residency.pool import Pool, UseEntry
 from ragorder.trie.tree import KnowledgeTree, Node, RequestedDocuments, TokenIds
 
-_MAX_TOKENS = 1 << 32
-
 
 class LRUResidency:
     """The nodes of one scope's tree that the engine holds. `pool` evicts them in order of use.
@@ -40,7 +38,9 @@ class LRUResidency:
 
     def refresh(self, requested: RequestedDocuments | None = None) -> None: ...
 
-    def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
+    def lease(
+        self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = (), turn: TurnEnd | None = None
+    ) -> Lease:
         block_size = self.tree.block_size
         stamp = next(self.pool.clock)
         documents_end = path[-1].end
@@ -68,7 +68,7 @@ class LRUResidency:
         partial_blocks = 1 if end % block_size else 0
         self.used_blocks += new_blocks + suffix_blocks + partial_blocks
         cached_documents = held - 1 if held else 0
-        lease = Lease(path, stamp, suffix_blocks, partial_blocks, cached_documents, held_end, previous_stamp)
+        lease = Lease(path, stamp, suffix_blocks, partial_blocks, cached_documents, held_end, previous_stamp, turn=turn)
         self.pool.begin(self, lease)
         return lease
 
@@ -112,7 +112,7 @@ class LRUResidency:
     def _count_answer(self, lease: Lease, total_tokens: float) -> None:
         """Count the reported tokens without the answer's last token, whose KV is never computed."""
         block_size, documents_end = self.tree.block_size, lease.path[-1].end
-        kept_tokens = max(documents_end, min(int(total_tokens), _MAX_TOKENS) - 1)
+        kept_tokens = max(documents_end, int(total_tokens) - 1)
         suffix_blocks = kept_tokens // block_size - documents_end // block_size
         partial_blocks = 1 if kept_tokens % block_size else 0
         self.used_blocks += suffix_blocks + partial_blocks - lease.suffix_blocks - lease.partial_blocks
@@ -128,7 +128,7 @@ class LRUResidency:
         size, last, suffix_blocks = self.tree.block_size, lease.path[-1], lease.suffix_blocks
         filled = (last.end // size + suffix_blocks) * size
         if total_tokens is not None:
-            filled = max(filled, min(int(total_tokens), _MAX_TOKENS))
+            filled = max(filled, int(total_tokens))
         keys = [*(node.key for node in lease.path[1:]), turn.answer_key]
         lengths = [0] * (len(keys) - 1) + [max(0, filled + turn.closing_tokens - last.end)]
         node = self.tree.insert(keys, lengths, range(len(keys)))[-1]

@@ -21,8 +21,8 @@ _MAX_IN_FLIGHT = 1024
 class Holder(Protocol):
     """A residency in a pool: the blocks of one scope.
 
-    `counted_nodes` and `counted_blocks` are its shares of the totals. `whole` is False during a change, and after an
-    error or interrupt in one. `closed`: its scope is dropped.
+    `counted_nodes` and `counted_blocks`: its shares of the totals. `whole` is False during a change, and after an error
+    or interrupt in one. `closed`: its scope is dropped.
     """
 
     tree: KnowledgeTree
@@ -77,9 +77,6 @@ class UseEntry:
 
 class Pool:
     """An LRU block pool. It evicts block by block, a request's tail before its head, as vLLM does.
-
-        pool = Pool(262_144, block_size=16)
-        residencies = [LRUResidency(KnowledgeTree(16), pool) for _ in tenants]
 
     `max_nodes` bounds all trees together. Requests in flight keep their blocks. With `partial_blocks_first` (vLLM 0.32)
     partly filled blocks are evicted first. Entries of the `log` older than their node's stamp are skipped.

@@ -83,8 +83,8 @@ def plan(
     "index". "prefix_documents" and "cached_tokens" count what a request shares with the line before. Requests of
     different tenants, or with prefixes of different lengths, share nothing.
 
-    Memory is bounded for any number of requests; the disk holds their numbers and fields meanwhile, but no texts. Start
-    an interrupted run again: it ends with the same files.
+    Memory is bounded; the disk holds the requests' numbers and fields meanwhile, but no texts. Start an interrupted run
+    again: it ends with the same files.
     """
     from ragorder.cli.planning.run import PlanOptions, plan_file
 

@@ -25,7 +25,7 @@ class PlanError(RagorderError, click.ClickException): ...
 class PlanFolder:
     """`manifest.json` and `shard-00000.jsonl`, … of a plan; in `.plan` what is needed until it is finished.
 
-    `state` is what has been finished, by stage. Every file is either whole or, under another name, not there.
+    `state` is what has been finished, by stage. A file has another name until it is whole.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,9 +34,6 @@ class PlanFolder:
         self.manifest_path = path / "manifest.json"
         self._state_path = self.work / "state.json"
         self.whole = Spill(self.work, "requests")
-
-    def make(self) -> None:
-        self.work.mkdir(parents=True, exist_ok=True)
 
     def spill(self, shard: int) -> Spill:
         return Spill(self.work, f"shard-{shard:05}")

@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from hashlib import blake2b
 from io import RawIOBase
 from itertools import islice
@@ -34,8 +35,6 @@ _PIECE = 1 << 20
 
 
 class _Digested(RawIOBase):
-    """A binary file whose bytes are digested as they are read."""
-
     def __init__(self, source: IO[bytes]) -> None:
         self.name = name_of(source)
         self._source = source
@@ -70,11 +69,9 @@ def identify(source: IO[bytes], progress: Progress) -> dict[str, Any]:
         size = os.fstat(source.fileno()).st_size
     except (OSError, AttributeError):
         size = 0
-    advance, done = progress(f"reading {Path(digested.name).name}", _STEPS), 0
-    while digested.read(_PIECE):
-        while size and done < min(_STEPS, digested.size * _STEPS // size):
-            advance()
-            done += 1
+    pieces = iter(partial(digested.read, _PIECE), b"")
+    for _ in counted(pieces, -(-size // _PIECE), f"reading {Path(digested.name).name}", progress):
+        pass
     return digested.identity()
 
 

@@ -30,9 +30,9 @@ class RequestDocument(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestToOrder:
-    """A request with its number in the input, and the fields that its order repeats.
+    """A request with its number in the input, and the fields that its order repeats (`echo`).
 
-    `scope`: requests share nothing if tenants or lengths of prefixes differ.
+    Requests share nothing if tenants or lengths of prefixes differ (`scope`).
     """
 
     index: int

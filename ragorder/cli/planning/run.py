@@ -28,7 +28,7 @@ _COUNTED_BYTES = 1 << 11
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """Options of a plan. `shards` None: the least number that keeps a shard below a million documents."""
+    """`shards` None: the least number that keeps a shard below a million documents."""
 
     shards: int | None
     document_tokens: int
@@ -66,7 +66,7 @@ def _plan_into(
     if finished:
         folder.clear_work()
         return finished
-    folder.make()
+    folder.work.mkdir(exist_ok=True)
     state = dict(known) or _read(folder, source, options, unread, progress)
     if state["stage"] == "read":
         state = _deal(folder, state, options, progress)
@@ -146,8 +146,6 @@ def _plan(folder: PlanFolder, state: Mapping[str, Any], options: PlanOptions, pr
 
 
 class _Passes:
-    """Requests that can be iterated several times, each time with its own progress."""
-
     def __init__(self, requests: Callable[[], Iterator[ShardRequest]], total: int, progress: Progress) -> None:
         self._requests, self._total, self._progress = requests, total, progress
         self._passes = 0

@@ -21,8 +21,6 @@ _BUFFERED_BYTES = 1 << 27
 
 
 class Row(NamedTuple):
-    """A request by its number in the input, and the bytes of its text."""
-
     number: int
     text_bytes: int
     request: ShardRequest
@@ -36,8 +34,6 @@ class Row(NamedTuple):
 
 
 class Spill:
-    """The two files of some requests."""
-
     def __init__(self, folder: Path, name: str) -> None:
         self.rows_path = folder / f"{name}.rows"
         self.texts_path = folder / f"{name}.texts"
@@ -62,7 +58,7 @@ class Spill:
 
 
 class SpillWriter:
-    """Writer of requests into several spills, in pieces: there may be more than files may be open.
+    """Writes requests into several spills, piece by piece: there may be more than files may be open.
 
     On exit they are on the disk.
     """
