@@ -58,7 +58,6 @@ def make_part(suite: Suite, results: Results) -> Part:
             labels=2,
             note=_NOTE,
             by=("steps", "scale"),
-            sort=(name,),
         )
         tables += [form.table(block) for block in form.blocks(BatchingLive, suite, results)]
     else:
@@ -276,9 +275,8 @@ def _legend(axes: Any, columns: int = 2) -> None:
 
 def _bars(chart: str, blocks: Sequence[Block]) -> Picture:
     name, words = _ALONG[chart]
-    ordered = sorted(blocks, key=lambda block: list(block.suite.sweep.get(name, ())).index(getattr(block.cell, name)))
-    policies = list(dict.fromkeys(policy for block in ordered for policy in block.groups[0].policies))
-    places, width = range(len(ordered)), 0.8 / max(1, len(policies))
+    policies = list(dict.fromkeys(policy for block in blocks for policy in block.groups[0].policies))
+    places, width = range(len(blocks)), 0.8 / max(1, len(policies))
 
     def mean(block: Block, policy: str) -> float:
         return fmean(map(mean_s, block.groups[0].runs(policy)))
@@ -286,9 +284,9 @@ def _bars(chart: str, blocks: Sequence[Block]) -> Picture:
     def paint(axes: Any) -> None:
         for number, policy in enumerate(policies):
             at = [place + (number - (len(policies) - 1) / 2) * width for place in places]
-            heights = [mean(block, policy) for block in ordered]
+            heights = [mean(block, policy) for block in blocks]
             axes.bar(at, heights, 0.9 * width, color=style(_LOOKS[policy]).colour, label=policy)
-        axes.set_xticks(places, [str(getattr(block.cell, name)) for block in ordered])
+        axes.set_xticks(places, [str(getattr(block.cell, name)) for block in blocks])
         axes.set_xlabel(words)
         axes.set_ylabel("mean latency, s")
         axes.grid(False, axis="x")
@@ -297,6 +295,6 @@ def _bars(chart: str, blocks: Sequence[Block]) -> Picture:
     said = (
         f"{getattr(block.cell, name)}: "
         + ", ".join(f"{policy} {format_number(mean(block, policy))} s" for policy in policies)
-        for block in ordered
+        for block in blocks
     )
     return draw(paint, title=f"Mean latency by {words}", alt="; ".join(said), caption="Mean of all seeds.")
