@@ -34,7 +34,7 @@ _MOMENTS = {
     "waiting": "requests that wait for generation",
     "kv_tokens": "KV that these use, tokens",
     "kv_room": "KV that has room, tokens",
-    "kv_host": "KV in host memory, share",
+    "kv_host": "KV in host memory, %",
     "partitions": "partitions in memory",
     "device": "layers on the device",
     "host": "layers in host memory",

@@ -153,7 +153,7 @@ class _Served:
             "disk": stream.disk_layers,
         }
         if hasattr(placed, "kv_host_share"):
-            moment["kv_host"] = placed.kv_host_share
+            moment["kv_host"] = 100 * placed.kv_host_share
         self.moments.append({name: round(value, 4) for name, value in moment.items()})
 
 
