@@ -115,7 +115,6 @@ class TestCosts:
         setting = SETTINGS["high-70b"]
         assert [setting.resident(batch) for batch in (16, 32, 48)] == [3, 3, 2]
         assert [round(setting.device_kv_share(batch), 2) for batch in (16, 48)] == [0.42, 0.14]
-        assert setting.resident(48, "disk index") == 15
         assert setting.resident(10_000) == 0
 
 

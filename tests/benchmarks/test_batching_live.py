@@ -1,9 +1,11 @@
-"""Streamed weights, partitions on disk and decoupled batches in real time, on tiny parts."""
+"""Batches in real time on tiny parts: a budget, placements that move, and what the report says."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,56 +13,88 @@ pytest.importorskip("faiss")
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ragorder.adapters.openai.prompts import PromptRequest
-from ragorder.benchmarks.doll.batching_live.cells import BatchingLiveCell
-from ragorder.benchmarks.doll.batching_live.measuring import POLICIES, LiveParts, serve_live
+from support.suites import page_of, run_suites
+
+from ragorder.benchmarks.doll.batching_live.cells import POLICIES, BatchingLiveCell
+from ragorder.benchmarks.doll.batching_live.parts import LiveParts
+from ragorder.benchmarks.doll.batching_live.serving import serve_live
+from ragorder.pipelining.placement.costs import Footprint
+from ragorder.pipelining.placement.plan import plan_placement
 
 pytestmark = pytest.mark.merge
 
-CELL = BatchingLiveCell(
-    steps="steps:8@1m",
-    scale=60.0,
-    step_s=0.3,
-    pass_s=6.0,
-    most=4,
-    serial_most=6,
-    layers=2,
-    hidden_size=64,
-    partitions=4,
-    vectors=3000,
-    documents=40,
-)
+# The memory has never room for all layers.
+TINY: Mapping[str, Any] = {
+    "steps": "steps:8@1m",
+    "scale": 60.0,
+    "step_s": 0.6,
+    "pass_s": 6.0,
+    "most": 4,
+    "serial_most": 2,
+    "layers": 8,
+    "hidden_size": 128,
+    "vectors": 3000,
+    "documents": 40,
+}
+CELL = BatchingLiveCell(**TINY)
+
+
+def served(policy: str, cell: BatchingLiveCell, folder: Path) -> Mapping[str, Any]:
+    at_s = [each.at_s for each in cell.arrivals.draw(cell.requests, 0)]
+    return asyncio.run(serve_live(policy, LiveParts.make(cell, folder, len(at_s), 0), at_s))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_each_system_answers_every_request(policy: str, tmp_path: Path) -> None:
-    arrivals = CELL.arrivals
-    at_s = [each.at_s for each in arrivals.draw(arrivals.count or 0, 0)]
-    parts = LiveParts.make(CELL, tmp_path, len(at_s), 0)
-    found = asyncio.run(serve_live(policy, parts, at_s))
-    assert len(found["rows"]["latency_s"]) == 8
-    # A pass and 32 steps take their time at least.
-    assert min(found["rows"]["latency_s"]) > (CELL.pass_s + 32 * CELL.step_s) / CELL.scale / 2
-    assert found["facts"]["prompt_tokens"] > 8 * CELL.top_k * CELL.document_words
+def test_each_system_answers_every_request_from_its_streamed_layers(policy: str, tmp_path: Path) -> None:
+    found = served(policy, CELL, tmp_path)
+    rows, facts = found["rows"], found["facts"]
+    assert len(rows["latency_s"]) == 8
+    columns = [rows[f"{name}_s"] for name in ("latency", "waiting", "retrieval", "generation")]
+    for latency_s, *parts_s in zip(*columns, strict=True):
+        # A request leaves the server after its answer.
+        assert sum(parts_s) - 0.01 <= latency_s
     # Each partition waits for the bucket, whether it was read ahead or not.
-    assert found["facts"]["pass_s"] > 0.99 * CELL.pass_s / CELL.scale
+    assert facts["pass_s"] > 0.99 * CELL.pass_s / CELL.scale
+    assert facts["prompt_tokens"] > 8 * CELL.top_k * CELL.document_words
+    assert facts["streamed"] > 0
     if policy == "serial":
-        assert found["facts"]["beside_s"] is None
+        assert facts["streamed"] > 0.99 and facts["beside_s"] is None and not facts["trace"]
+    else:
+        assert all(moment["device"] + moment["host"] + moment["disk"] == CELL.layers for moment in facts["trace"])
+        assert len({moment["most"] for moment in facts["trace"]}) > 1
 
 
-def test_all_layers_stream_in_every_step(tmp_path: Path) -> None:
-    """Also after so many that the engine takes memory again which it gave back."""
+def test_the_memory_is_that_of_the_serial_system(tmp_path: Path) -> None:
     parts = LiveParts.make(CELL, tmp_path, 1, 0)
-    with parts.search() as search, parts.engine(1024, 4, search) as (engine, timed):
+    used = Footprint(parts.sizes, parts.index).total(parts.serial)
+    assert used.device + used.host == parts.budgets.host_bytes
+    for backlog in (1, 2, 4):
+        used = Footprint(parts.sizes, parts.index).total(plan_placement(parts.budgets, parts.costs, backlog=backlog))
+        assert used.device + used.host <= parts.budgets.host_bytes
 
-        async def answer(number: int) -> None:
-            request = PromptRequest(None, [number + 1] * 20, None, {}, 20)
-            async for _ in engine.stream(request):
-                pass
 
-        for number in range(20):
-            asyncio.run(answer(number))
-        assert len(timed.times) > 2 * 256
-        stream = timed.stats().stream
-        assert stream is not None and stream.disk_layers == CELL.layers
-        assert timed.passes >= len(timed.times)
+def test_longer_prompts_have_the_same_memory(tmp_path: Path) -> None:
+    usual, longer = (
+        LiveParts.make(CELL.model_copy(update={"top_k": top_k, "serial_most": 8}), tmp_path, 1, 0) for top_k in (5, 10)
+    )
+    assert longer.budgets == usual.budgets
+    assert longer.serial.batch < usual.serial.batch == 8
+
+
+def test_lists_are_read_as_they_are_needed(tmp_path: Path) -> None:
+    cell = CELL.model_copy(update={"index": "lists", "steps": "steps:1@1m"})
+    parts = LiveParts.make(cell, tmp_path, 1, 0)
+    with parts.search() as search:
+        list(search.search(parts.queries, cell.top_k))
+        assert search.read_bytes < search.pass_bytes / 4
+    assert 0.5 < parts.recall <= 1
+
+
+@pytest.mark.parametrize(
+    ("suite", "row"),
+    [("doll-live", "| serial static batches |"), ("doll-live-topk", "| 10 |"), ("doll-live-index", "| lists |")],
+)
+def test_the_suites_run_and_report(suite: str, row: str, tmp_path: Path) -> None:
+    pytest.importorskip("scipy")
+    run_suites(tmp_path, suite, "--reduced", "--seeds", 0)
+    assert row in page_of(tmp_path)

@@ -111,52 +111,6 @@ def latency_picture(setting: str, records: Mapping[str, Record]) -> Picture:
     return draw(paint, title=f"Latency of each request: {setting}", alt="; ".join(said), caption="One seed.")
 
 
-def trace_pictures(system: str, record: Record) -> list[Picture]:
-    """Batches and backlog; KV on the device and partitions (Figure 9)."""
-    moments: Sequence[Sequence[float]] = record.facts["trace"]
-    minutes = [each[0] / 60 for each in moments]
-
-    def steps(axes: Any, place: int, look: str, label: str, scale: float = 1.0) -> None:
-        looks = style(look)
-        values = [scale * each[place] for each in moments]
-        axes.step(minutes, values, where="post", color=looks.colour, linestyle=looks.dashes, label=label)
-
-    def sizes(axes: Any) -> None:
-        steps(axes, 2, "retrieval", "requests behind it")
-        steps(axes, 1, "earned", "requests in a batch")
-        axes.set_xlabel("minutes")
-        axes.legend(fontsize=8, frameon=False)
-
-    def memory(axes: Any) -> None:
-        steps(axes, 3, "earned", "KV on the device, %", 100)
-        axes.set_xlabel("minutes")
-        axes.set_ylabel("%")
-        other = axes.twinx()
-        other.grid(False)
-        steps(other, 4, "greedy", "partitions")
-        other.set_ylim(bottom=0)
-        handles = [line for each in (axes, other) for line in each.get_lines()]
-        axes.legend(handles, [line.get_label() for line in handles], fontsize=8, frameon=False)
-
-    batches = [each[1] for each in moments]
-    behind = max(each[2] for each in moments)
-    shares = [100 * each[3] for each in moments]
-    partitions = [each[4] for each in moments]
-    return [
-        draw(
-            sizes,
-            title=f"Batches and backlog: {system}",
-            alt=f"batches of {min(batches)} to {max(batches)} requests, at most {behind} behind",
-        ),
-        draw(
-            memory,
-            title=f"KV and partitions: {system}",
-            alt=f"{format_number(min(shares), 0)} to {format_number(max(shares), 0)} % of the KV on the device, "
-            f"{min(partitions)} to {max(partitions)} partitions",
-        ),
-    ]
-
-
 _SERIAL = "vllmrag"
 _RAGDOLL = "ragdoll"
 _BATCHED = "ragdoll-serial"
@@ -164,11 +118,10 @@ _BATCHED = "ragdoll-serial"
 _COSTS = (
     "Fitted to the paper: seconds of a pass over the database and of a batch's generation, by engine (Table 1); its"
     " growth with the batch (Figure 4 for 8B, FLOPs for 70B); the largest batches, on PF-Low so that waiting is "
-    "that of Table 1, RAGDoll's with 70B and thus its ratio among them; memory of partitions (Figures 9 and 11); "
-    "what generation costs retrieval beside it (Table 1, one figure); opening a partition of DiskANN. Predicted: "
-    "waiting, totals and ratios otherwise, ablations, traces, idle times. Guessed: how much the times of layers "
-    "vary (exponential), answers of 32 tokens. Ours on top is no measurement: its documents, orders and prefixes "
-    "are real, its times are these costs.",
+    "that of Table 1, RAGDoll's with 70B and thus its ratio among them; memory of partitions (Figure 9); "
+    "what generation costs retrieval beside it (Table 1, one figure). Predicted: waiting, totals and ratios otherwise, "
+    "ablations, idle times. Guessed: how much the times of layers vary (exponential), answers of 32 tokens. Ours on "
+    "top is no measurement: its documents, orders and prefixes are real, its times are these costs.",
 )
 
 # Table 2, mean seconds.
@@ -201,10 +154,9 @@ def _by_setting(
     entry: Callable[[BatchingCell, _Runs, str], str | Entry],
     note: str = "",
     policies: Sequence[str] | None = None,
-    heading: Callable[[BatchingCell], str] = lambda cell: cell.setting,
 ) -> Table:
     """Return a table with a row for each policy and a column for each cell."""
-    table = Table(title, ["", *(heading(cell) for cell, _ in cells)], note=note)
+    table = Table(title, ["", *(cell.setting for cell, _ in cells)], note=note)
     for policy in _policies(cells) if policies is None else policies:
         table.add(SYSTEMS[policy].words, *(entry(cell, runs, policy) for cell, runs in cells))
     return table
@@ -258,37 +210,6 @@ def _ablation(cells: _Cells) -> Iterator[Table]:
     yield _by_setting("Mean latency, % longer than RAGDoll's", cells, entry)
 
 
-def _trace(cells: _Cells) -> Iterator[Table]:
-    for cell, runs in cells:
-        rates = [(step.requests * 60 / step.seconds, step.seconds) for step in cell.arrivals.steps]
-        headings = ["", *(f"{rate:g}/min" for rate, _ in rates), "afterwards"]
-        for policy in _policies([(cell, runs)]):
-            table = Table(f"Batches over time: {SYSTEMS[policy].words}", headings)
-            moments = runs[policy][0].facts["trace"]
-            parts = list(_by_interval(moments, [seconds for _, seconds in rates]))
-            for name, place, decimals in (
-                ("requests in a batch, mean", 1, 1),
-                ("requests behind it, mean", 2, 1),
-                ("KV on the device, %", 3, 0),
-                ("partitions", 4, 1),
-            ):
-                scale = 100 if place == 3 else 1
-                means = [scale * fmean(each[place] for each in part) if part else None for part in parts]
-                table.add(name, *(format_number(mean, decimals) for mean in means))
-            table.note = (
-                "Of the first seed. The paper's: batches of 16 to 48, 40 to 15 %, 3 to 2 partitions (Figure 9)."
-            )
-            yield table
-
-
-def _by_interval(moments: Sequence[Sequence[float]], seconds: Sequence[float]) -> Iterator[list[Sequence[float]]]:
-    begin = 0.0
-    for length in seconds:
-        yield [each for each in moments if begin <= each[0] < begin + length]
-        begin += length
-    yield [each for each in moments if each[0] >= begin]
-
-
 def _placement(cells: _Cells) -> Iterator[Table]:
     for name, words in (
         ("resident", "partitions in host memory"),
@@ -340,33 +261,23 @@ def _idle(cells: _Cells) -> Iterator[Table]:
         yield table
 
 
-def _columns(words: Callable[[BatchingCell], str], title: str) -> Callable[[_Cells], Iterator[Table]]:
+def _by_corpus(cells: _Cells) -> Iterator[Table]:
     def entry(_: BatchingCell, runs: _Runs, policy: str) -> Entry:
         seconds, theirs = _mean(runs.get(policy)), _mean(runs.get(_SERIAL))
         ratio = f"{format_number(theirs / seconds, 2)} times shorter" if seconds and theirs else ""
         return Entry(format_number(seconds, 0), "" if policy == _SERIAL else ratio)
 
-    def tables(cells: _Cells) -> Iterator[Table]:
-        yield _by_setting(title, cells, entry, f"Below it: against {_SERIAL}.", heading=words)
-
-    return tables
-
-
-def _by_corpus(cells: _Cells) -> Iterator[Table]:
     for corpus in dict.fromkeys(cell.corpus for cell, _ in cells):
         chosen = [each for each in cells if each[0].corpus == corpus]
-        yield from _columns(lambda cell: cell.setting, f"Mean latency on {corpus}, s")(chosen)
+        yield _by_setting(f"Mean latency on {corpus}, s", chosen, entry, f"Below it: against {_SERIAL}.")
         yield from _kept(chosen)
 
 
 _TABLES: dict[str, Callable[[_Cells], Iterator[Table]]] = {
     "ablation": _ablation,
-    "trace": _trace,
     "placement": _placement,
     "idle": _idle,
-    "index": _columns(lambda cell: f"{cell.setting}, {cell.index}", "Mean latency by index, s"),
     "kept": _by_corpus,
-    "topk": _columns(lambda cell: f"{cell.setting}, top {cell.top_k}", "Mean latency by documents a prompt, s"),
 }
 
 
@@ -375,13 +286,6 @@ def _pictures(chart: str, cells: _Cells) -> list[Picture]:
         return [
             latency_picture(SETTINGS[cell.setting].words, {name: runs[name][0] for name in _policies([(cell, runs)])})
             for cell, runs in cells
-        ]
-    if chart == "trace":
-        return [
-            picture
-            for _, runs in cells
-            for policy, records in runs.items()
-            for picture in trace_pictures(SYSTEMS[policy].words, records[0])
         ]
     return []
 

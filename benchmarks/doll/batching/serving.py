@@ -308,7 +308,7 @@ class _Run:
         self._system = system
         self._cell = cell
         self._setting: Setting = SETTINGS[cell.setting]
-        self._passes = Passes(self._setting.load_s(cell.index), self._resident, self._slowed)
+        self._passes = Passes(self._setting.load_s, self._resident, self._slowed)
         self.product: Decoupled | None = None
         self._kept: KeptKV | VirtualEngine[Any] | None = None
         self._generation: Batches | Joining | Decoupled
@@ -409,7 +409,7 @@ class _Run:
     def _moment(self, batch: int) -> tuple[float, int]:
         """KV on the device, and partitions for which there is memory."""
         cell, setting = self._cell, self._setting
-        resident = setting.resident(batch, cell.index, top_k=cell.top_k) if self._system.placed else 0
+        resident = setting.resident(batch, top_k=cell.top_k) if self._system.placed else 0
         return setting.device_kv_share(batch, top_k=cell.top_k), resident
 
 

@@ -7,10 +7,8 @@ Fitted are, with the figure that each was read from:
   prompt's FLOPs at half of the data sheet's, as the paper calls it bound by I/O
 - the largest batches: 4 times the rate where nothing else is said; 64 and 32 where batches are fixed (Table 2), 48
   beside retrieval (Figure 9), 56 by vLLM's share of 24 GB; 36, 32, 22, 15 and 4 on PF-Low so that waiting is Table 1's
-- memory that partitions may take, and how much one takes: three of them at 32 requests, two at 48 (Figure 9); 15 of
-  those that DiskANN needs (Figure 11)
+- memory that partitions may take, and how much one takes: three of them at 32 requests, two at 48 (Figure 9)
 - what generation costs retrieval beside it: 388 s instead of 279 s (Table 1, 70B on PF-High)
-- opening a partition of DiskANN: 4 % on a serial system (section 6.5)
 
 Everything else is predicted: waiting, but for the sizes on PF-Low, RAGDoll's retrieval but for one, all totals and
 ratios, ablations, traces and idle times.
@@ -33,11 +31,8 @@ PARTITIONS = 32
 TOP_K = 5
 """Documents a request for which the costs hold."""
 
-PARTITION_GB = {"partitions": 19.2, "disk index": 3.6}
-"""Host memory of a resident partition of 8 GB: as it is loaded, and as DiskANN (given by the paper)."""
-
-_LOADING = {"partitions": 1.0, "disk index": 1.03}
-"""Times as long to load."""
+PARTITION_GB = 19.2
+"""Host memory of a resident partition of 8 GB."""
 
 # Seconds of retrieval beside generation, of those without it, if all weights are streamed.
 _DISTURBED = 1.456
@@ -146,8 +141,9 @@ class Setting:
         compute = engine.request_s * batch / engine.base_s
         return stalls(_LAYERS[self.model], compute, depth, self.jitter)
 
-    def load_s(self, index: str) -> float:
-        return self.pass_s / PARTITIONS * _LOADING[index]
+    @property
+    def load_s(self) -> float:
+        return self.pass_s / PARTITIONS
 
     def host_kv_gb(self, batch: int, *, top_k: int = TOP_K) -> float:
         return max(0.0, batch * self.kv_gb * top_k / TOP_K - self.device_kv_gb)
@@ -155,10 +151,10 @@ class Setting:
     def device_kv_share(self, batch: int, *, top_k: int = TOP_K) -> float:
         return min(1.0, self.device_kv_gb / (batch * self.kv_gb * top_k / TOP_K))
 
-    def resident(self, batch: int, index: str = "partitions", *, top_k: int = TOP_K) -> int:
+    def resident(self, batch: int, *, top_k: int = TOP_K) -> int:
         """Partitions for which there is memory beside a batch's KV (Eq. 3)."""
         room_gb = self.room_gb - self.host_kv_gb(batch, top_k=top_k)
-        return max(0, min(PARTITIONS, int(room_gb / PARTITION_GB[index])))
+        return max(0, min(PARTITIONS, int(room_gb / PARTITION_GB)))
 
     @property
     def disturbed(self) -> float:
@@ -278,7 +274,6 @@ class BatchingCell(SuiteCell):
 
     setting: Annotated[str, one_of("setting", SETTINGS)] = "high-70b"
     steps: Annotated[str, AfterValidator(checked_steps)] = "steps:4@20m,8@20m,12@20m,16@20m"
-    index: Annotated[str, one_of("index", PARTITION_GB)] = "partitions"
     top_k: int = Field(5, ge=1, le=20)
     corpus: str = "covidqa"
     resident: int | None = Field(None, ge=0, le=PARTITIONS)

@@ -1,1 +1,1 @@
-"""Streamed weights, partitions on disk and decoupled batches in real time: the suite doll-live."""
+"""Streamed weights, partitions on disk and decoupled batches in real time."""
