@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from math import isqrt
@@ -72,8 +73,12 @@ def _built(texts: Sequence[str], embedder: Embedder, say: Callable[[str], object
         if not path.exists():
             say(f"Embedding {len(texts):,} documents with {embedder.model} into {path}, once.")
             unfinished = path.with_suffix(".unfinished")
-            _write(texts, embedder, say, unfinished)
-            os.replace(unfinished, path)
+            try:
+                _write(texts, embedder, say, unfinished)
+                os.replace(unfinished, path)
+            except BaseException:
+                unfinished.unlink(missing_ok=True)
+                raise
     return path
 
 
@@ -87,7 +92,16 @@ def _write(texts: Sequence[str], embedder: Embedder, say: Callable[[str], object
     index.train(vectors)
     index.add(vectors)
     index.nprobe = clusters
-    faiss.write_index(index, str(path))
+    try:
+        faiss.write_index(index, str(path))
+        # FAISS ignores an error of its last write.
+        _shape(path)
+    except (RuntimeError, ValueError) as error:
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(
+            f"the index of the corpus ({vectors.nbytes:,} bytes and a few more) cannot be written into {path.parent}, "
+            f"where {free:,} bytes are free: make room there, or give another cache folder (XDG_CACHE_HOME)"
+        ) from error
 
 
 def _parts(texts: Sequence[str], say: Callable[[str], object]) -> Iterator[Sequence[str]]:
