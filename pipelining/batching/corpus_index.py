@@ -86,7 +86,12 @@ def _write(texts: Sequence[str], embedder: Embedder, say: Callable[[str], object
     import numpy as np
 
     faiss = load_faiss()
-    vectors = np.concatenate([embedder.encode(part) for part in _parts(texts, say)])
+    vectors = np.empty((0, 0), np.float32)
+    for start, part in _parts(texts, say):
+        found = embedder.encode(part)
+        if not start:
+            vectors = np.empty((len(texts), found.shape[1]), np.float32)
+        vectors[start : start + len(part)] = found
     clusters = max(1, min(len(texts) // _VECTORS_A_CLUSTER, _CLUSTERS_A_ROOT * isqrt(len(texts))))
     index = faiss.index_factory(vectors.shape[1], f"IVF{clusters},Flat", faiss.METRIC_INNER_PRODUCT)
     index.train(vectors)
@@ -104,10 +109,10 @@ def _write(texts: Sequence[str], embedder: Embedder, say: Callable[[str], object
         ) from error
 
 
-def _parts(texts: Sequence[str], say: Callable[[str], object]) -> Iterator[Sequence[str]]:
+def _parts(texts: Sequence[str], say: Callable[[str], object]) -> Iterator[tuple[int, Sequence[str]]]:
     told = 0
     for start in range(0, len(texts), _AT_ONCE):
-        yield texts[start : start + _AT_ONCE]
+        yield start, texts[start : start + _AT_ONCE]
         done = min(start + _AT_ONCE, len(texts))
         if _STEPS * done // len(texts) > told:
             told = _STEPS * done // len(texts)

@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from ragorder.prompt import PromptBuilder
 
 _MAX_WAITING = 1000
-# transformers and accelerate import these for assisted generation and a cloud: 130 MiB.
-_UNUSED = ("sklearn", "boto3")
+# transformers imports these for assisted generation, detection of objects and a cloud: 170 MiB with what they import.
+_UNUSED = ("sklearn", "scipy", "boto3")
 _RANDOM = "random"
 # Nothing listens under this name, and it is never looked up.
 _NOWHERE = "http://embedded"
