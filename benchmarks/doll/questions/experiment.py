@@ -124,7 +124,7 @@ class Questions(Experiment):
             rows: dict[str, list[Any]] = {name: [] for name in self.columns}
             for question, reply in zip(chosen, found.replies, strict=False):
                 contains = int(SCORERS["nq"].occurs(question.answers, reply["answer"]))
-                for name, value in ({"id": question.id, "contains": contains} | reply).items():
+                for name, value in {"id": question.id, "contains": contains, **reply}.items():
                     rows[name].append(value)
             yield {
                 "policy": policy,
@@ -160,9 +160,8 @@ def _budget(row: Row) -> str:
 
 
 def _beside(row: Row) -> str:
-    peak = max((run.facts["peak_mb"] for run in row.runs if run.facts["peak_mb"] is not None), default=None)
-    found = row.policy == COMMAND and peak is not None
-    return format_number(peak * 1e6 / _MIB - row.cell.budget_mib if found else None, 0)
+    peaks = row.values("peak_mb") if row.policy == COMMAND else []
+    return format_number(max(peaks) * 1e6 / _MIB - row.cell.budget_mib if peaks else None, 0)
 
 
 def _batch_words(run: Record) -> str:

@@ -52,7 +52,7 @@ def main() -> None:
     batch = _fastest(peer, given["warm_up"], given["batches"])
     ready, began_s = resident_mb_of(os.getpid()), time.perf_counter()
     for number, reply in peer.serve(given["questions"], batch, given["clients"]):
-        _tell({"number": number} | reply)
+        _tell({"number": number, **reply})
     total_s = time.perf_counter() - began_s
     facts = {"total_s": total_s, "ready_mb": ready, "peak_mb": peak_mb(os.getpid()), "batch": batch}
     _tell({"facts": facts})
