@@ -64,7 +64,7 @@ class Questions(Experiment):
     packages: ClassVar[Any] = {"faiss": "retrieval", "torch": "torch", "transformers": "torch", "httpx2": "proxy"}
     tables: ClassVar[Any] = (
         TableForm(
-            lambda block: f"{block.cell.requests:,} questions of {block.cell.corpus}, {block.cell.clients} at a time",
+            lambda block: f"{_questions(block)} questions of {block.cell.corpus}, {block.cell.clients} at a time",
             [
                 policy_column(""),
                 figure("contains a right answer, %", lambda run: 100 * fmean(run.rows["contains"])),
@@ -78,7 +78,7 @@ class Questions(Experiment):
             note=lambda block: _note(block),
         ),
         TableForm(
-            lambda block: f"Memory, MiB, while {block.cell.requests:,} questions are answered",
+            lambda block: f"Memory, MiB, while {_questions(block)} questions are answered",
             [
                 policy_column(""),
                 Column("budgets", lambda row: _budget(row)),
@@ -133,6 +133,10 @@ class Questions(Experiment):
                 "rows": rows,
                 "facts": found.facts,
             }
+
+
+def _questions(block: Block) -> str:
+    return f"{len(block.first.rows['id']):,}"
 
 
 def _alike(row: Row, column: str) -> str:
