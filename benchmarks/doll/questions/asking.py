@@ -15,19 +15,44 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from ragorder.common.counts import parse_size
 from ragorder.eval.data.machine import peak_mb
 from ragorder.eval.engines.base import EngineError
-
-if TYPE_CHECKING:
-    from ragorder.benchmarks.doll.questions.experiment import QuestionsCell
+from ragorder.eval.running.cells import SuiteCell
 
 _ADDRESS = re.compile(r"Serving on (http://127\.0\.0\.1:\d+)/v1")
 _CHAT = "/v1/chat/completions"
 # Kept of what a process says, for an error.
 _LINES = 12
 _END_S = 60.0
+_MIB = 1 << 20
+
+
+class QuestionsCell(SuiteCell):
+    """Questions of a corpus with `documents` each and answers of `output_tokens`, `clients` of them at any time.
+
+    The command has `device_bytes` and `host_bytes`. Of `batches` the size is taken that answers `tried` other questions
+    in the least time.
+    """
+
+    corpus: str = "nqopen"
+    requests: int = Field(500, ge=1)
+    documents: int = Field(3, ge=1)
+    output_tokens: int = Field(16, ge=1)
+    clients: int = Field(16, ge=1)
+    device_bytes: str = "288MiB"
+    host_bytes: str = "12MiB"
+    # Read from results it is a list.
+    batches: Annotated[tuple[int, ...], Field(strict=False)] = (4, 8, 16)
+    tried: int = Field(16, ge=1)
+
+    @property
+    def budget_mib(self) -> float:
+        return (parse_size(self.device_bytes) + parse_size(self.host_bytes)) / _MIB
 
 
 @dataclass(frozen=True, slots=True)

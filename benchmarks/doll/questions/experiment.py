@@ -6,16 +6,13 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean, median
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-from pydantic import Field
-
-from ragorder.common.counts import parse_size
+from ragorder.benchmarks.doll.questions.asking import Asked, QuestionsCell, ask_command
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.report.declared import Block, Column, Row, TableForm, figure, policy_column
 from ragorder.eval.report.words import format_number
-from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 from ragorder.eval.suites.quality.metrics import SCORERS
@@ -24,29 +21,6 @@ COMMAND, SINGLE, BATCHES = "ragorder engine", "transformers", "transformers, bat
 _NO_MODEL = "answers need a model in the embedded engine: give --engine torch --model smollm2, or another one"
 _MIB = 1 << 20
 _LATE = 0.95
-
-
-class QuestionsCell(SuiteCell):
-    """Questions of a corpus with `documents` each and answers of `output_tokens`, `clients` of them at any time.
-
-    The command has `device_bytes` and `host_bytes`. Of `batches` the size is taken that answers `tried` other questions
-    in the least time.
-    """
-
-    corpus: str = "nqopen"
-    requests: int = Field(500, ge=1)
-    documents: int = Field(3, ge=1)
-    output_tokens: int = Field(16, ge=1)
-    clients: int = Field(16, ge=1)
-    device_bytes: str = "288MiB"
-    host_bytes: str = "12MiB"
-    # Read from results it is a list.
-    batches: Annotated[tuple[int, ...], Field(strict=False)] = (4, 8, 16)
-    tried: int = Field(16, ge=1)
-
-    @property
-    def budget_mib(self) -> float:
-        return (parse_size(self.device_bytes) + parse_size(self.host_bytes)) / _MIB
 
 
 class Questions(Experiment):
@@ -97,7 +71,6 @@ class Questions(Experiment):
         return lacks_torch() or super().obstacle(suite, cell, policy)
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
-        from ragorder.benchmarks.doll.questions.asking import Asked, ask_command
         from ragorder.benchmarks.doll.questions.peer import ask_transformers
 
         cell, corpus, model = job.cell, job.corpus, self.options.model
