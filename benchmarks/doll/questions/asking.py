@@ -41,7 +41,7 @@ class QuestionsCell(SuiteCell):
 
     corpus: str = "nqopen"
     requests: int = Field(500, ge=1)
-    documents: int = Field(3, ge=1)
+    documents: int = Field(2, ge=1)
     output_tokens: int = Field(16, ge=1)
     clients: int = Field(16, ge=1)
     device_bytes: str = "288MiB"
