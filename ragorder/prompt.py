@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _FIELDS = {"document_template": {"id", "label", "text", "title"}, "question_template": {"query"}}
 _KEPT_BYTES = 64 << 20
 _KEPT_COUNTS = 16_384
+_KEPT_QUESTIONS = 1024
+_QUESTIONS_BYTES = 32 << 20
 _RANKING = "Documents from most to least relevant: "
 # Bytes of an entry besides its tokens.
 _ENTRY_BYTES = 400
@@ -139,6 +141,7 @@ class PromptBuilder:
         self._head, self._tail, self._system_role = frame
         self.shown = frozenset(_fields(document_template))
         self._cache: LRUCache[_Segment] = LRUCache(cached_documents, _KEPT_BYTES)
+        self._questions: LRUCache[bytes] = LRUCache(_KEPT_QUESTIONS, _QUESTIONS_BYTES)
         newline = self._tokenizer.encode("\n") if self._tokenizer and align_to else [0]
         if not newline:
             raise ValueError("align_to: the tokenizer has no token for a newline to pad with")
@@ -188,7 +191,7 @@ class PromptBuilder:
                 ids = self.document_ids(document)
                 spans.append(Span(document.id, len(token_ids), len(token_ids) + len(ids)))
                 token_ids += ids
-            token_ids += self._tokenizer.encode(question + self._tail)
+            token_ids += self._question_ids(question)
         texts = list(map(self.document_text, ordered))
         turn = self._escape("".join(texts) + question)
         content, marked = (self.system, texts, question), self._marked(documents)
@@ -302,8 +305,23 @@ class PromptBuilder:
         return [{"role": "system", "content": self.system}, {"role": "user", "content": turn}]
 
     def suffix_tokens(self, query: str) -> int:
-        text = self._question(query, (), ()) + self._tail
-        return len(self._tokenizer.encode(text)) if self._tokenizer else estimate_tokens(text)
+        question = self._question(query, (), ())
+        return len(self._question_ids(question)) if self._tokenizer else estimate_tokens(question + self._tail)
+
+    def keep_question(self, query: str) -> None:
+        """Tokenise a question now, in any thread, so that `suffix_tokens` and `build` need not on an event loop.
+
+        Without effect if the ranking, which is not known yet, is stated beside the question.
+        """
+        if self._tokenizer is not None and not self._state_ranking:
+            question = self._question(query, (), ())
+            ids = array("i", self._question_ids(question)).tobytes()
+            self._questions.put(content_key("", question), ids, len(ids) + _ENTRY_BYTES)
+
+    def _question_ids(self, question: str) -> Sequence[int]:
+        assert self._tokenizer is not None
+        kept = self._questions.get(content_key("", question)) if len(self._questions) else None
+        return self._tokenizer.encode(question + self._tail) if kept is None else array("i", kept)
 
     def _render(self, document: Document) -> str:
         title = str(document.metadata.get("title", ""))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from heapq import nlargest
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,15 @@ from ragorder.adapters.openai.prompts import Question
 from ragorder.common.corpus import read_passages
 from ragorder.kernels.engine import EngineSettings
 from ragorder.kernels.engine.budgeted import model_folder
+from ragorder.kernels.models.loading import load_config
+from ragorder.kernels.models.support import exact_length
 from ragorder.kernels.preprocessing.encoder import TextEncoder
 from ragorder.pipelining import PartitionedSearch
 from ragorder.pipelining.batching import PartitionedRetrieval
 from ragorder.pipelining.batching.corpus_index import corpus_index
 from ragorder.pipelining.placement.base import Placement, Workload
 from ragorder.pipelining.placement.budgets import Budgets, device_memory
-from ragorder.pipelining.placement.plan import PlannedPlacement, plan_placement
+from ragorder.pipelining.placement.plan import PlacementError, PlannedPlacement, plan_placement
 from ragorder.pipelining.placement.profile import index_sizes
 from ragorder.pipelining.placement.replan import Replanner
 
@@ -66,10 +70,11 @@ class Library:
         Given settings other than the budgets are kept; without such ones of KV and steps there is a `replanner` then.
         Raises PlacementError, OSError, ValueError.
         """
+        prompt = self.check_prompts(
+            builder, settings.max_model_len or exact_length(load_config(model).get_text_config())
+        )
         if settings.device_bytes is None:
             return settings, None
-        longest = nlargest(self.top_k, self._documents, key=lambda each: len(each.text))
-        prompt = builder.prefix_tokens + sum(map(builder.document_tokens, longest)) + _QUESTION_TOKENS
         costs = estimated_costs(
             model_folder(model),
             self._index,
@@ -88,9 +93,25 @@ class Library:
         changed = {name: value for name, value in planned.items() if name not in kept}
         return EngineSettings(**settings.model_dump(exclude_unset=True) | changed), placement
 
+    def check_prompts(self, builder: PromptBuilder, longest: int | None) -> int:
+        """Return the tokens of the longest prompt. Raises PlacementError if it and an answer exceed `longest`."""
+        found = nlargest(self.top_k, self._documents, key=lambda each: len(each.text))
+        tokens = list(map(builder.document_tokens, found))
+        others = builder.prefix_tokens + _QUESTION_TOKENS
+        prompt, room = others + sum(tokens), sys.maxsize if longest is None else longest - ANSWER_TOKENS
+        if prompt > room:
+            fitting = sum(others + total <= room for total in accumulate(tokens))
+            change = f"--top-k {fitting}" if fitting else "shorter documents (parts in chunks.jsonl)"
+            raise PlacementError(
+                f"--top-k {self.top_k}: with the longest documents of the corpus a prompt has {prompt:,} tokens, and "
+                f"with an answer of {ANSWER_TOKENS} more than the {longest:,} that the engine can hold: give {change}, "
+                "or more memory if the model can hold more"
+            )
+        return prompt
+
     def retrieval(self, builder: PromptBuilder, resident: int | None) -> PartitionedRetrieval[Question, Document]:
         """Return the search with `resident` partitions in memory (None: all). `builder` is that of the prompts: a
-        search tokenises what it finds, in its thread."""
+        search tokenises the question and what it finds, in its thread."""
         partitions = len(self._sizes.partitions)
         search = PartitionedSearch(self._index, partitions, resident=partitions if resident is None else resident)
         documents = self._documents
@@ -104,6 +125,8 @@ class Library:
             return found
 
         def embed(questions: Sequence[Question]) -> Any:
+            for each in questions:
+                builder.keep_question(each.query)
             return self._encoder.encode([each.query for each in questions])
 
         return PartitionedRetrieval(search, embed, document, top_k=self.top_k)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from secrets import randbits
 from typing import Any
@@ -84,10 +85,19 @@ def question_server(
 
 
 def question_routes(
-    server: QuestionServer, translator: RequestTranslator, *, model: str, client_s: float, web_pages: bool = False
+    server: QuestionServer,
+    translator: RequestTranslator,
+    *,
+    model: str,
+    client_s: float,
+    deadline_s: float | None = None,
+    web_pages: bool = False,
 ) -> list[Route]:
-    """Return the routes that answer questions, for an application with access control. See `make_engine_app`."""
-    answer = _Questions(server, translator, model).answer
+    """Return the routes that answer questions, for an application with access control. See `make_engine_app`.
+
+    `deadline_s` runs from a question's arrival, and counts the time in both queues.
+    """
+    answer = _Questions(server, translator, model, deadline_s).answer
     endpoint = BodyEndpoint(answer, _BODY_LIMIT, client_s, MemoryBudget(_BODIES_LIMIT))
     app: ASGIApp = ErrorMiddleware(Router([Route(path, endpoint, methods=["POST"]) for path in _PATHS]))
     app = CORSMiddleware(app, ["*"], ["*"], ["*"]) if web_pages else app
@@ -95,24 +105,44 @@ def question_routes(
 
 
 class _Questions:
-    def __init__(self, server: QuestionServer, translator: RequestTranslator, model: str) -> None:
+    def __init__(
+        self, server: QuestionServer, translator: RequestTranslator, model: str, deadline_s: float | None
+    ) -> None:
         self._server = server
         self._translator = translator
         self._model = model
+        self._deadline_s = deadline_s
         self._single_thread = anyio.CapacityLimiter(1)
 
     async def answer(self, content: bytes, send: Send) -> None:
+        arrived_s = asyncio.get_running_loop().time()
         translate = partial(self._translator.question, content, ANSWER_TOKENS)
         asked = await anyio.to_thread.run_sync(translate, limiter=self._single_thread)
         del content, translate
         question, response = _question_of(asked), _Response(self._model)
+        if asked.body.stream:
+            await self._stream(question, asked.body, response, arrived_s, send)
+            return
         with _errors():
-            if asked.body.stream:
-                await self._stream(question, asked.body, response, send)
-            else:
-                await send_json(response.whole(await self._server.run(question)), send)
+            async with self._in_time(arrived_s):
+                answer = await self._server.run(question)
+        await send_json(response.whole(answer), send)
 
-    async def _stream(self, question: Question, body: ChatCompletionRequest, response: _Response, send: Send) -> None:
+    @asynccontextmanager
+    async def _in_time(self, arrived_s: float) -> AsyncIterator[None]:
+        until_s = None if self._deadline_s is None else arrived_s + self._deadline_s
+        try:
+            async with asyncio.timeout_at(until_s) as deadline:
+                yield
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            why = f"the deadline of {self._deadline_s:g} s has passed: allow more, or ask for fewer tokens"
+            raise EmbeddedTimeoutError(why) from None
+
+    async def _stream(
+        self, question: Question, body: ChatCompletionRequest, response: _Response, arrived_s: float, send: Send
+    ) -> None:
         """Send headers with the first text, so that earlier failures have their own status."""
         begun = False
 
@@ -131,7 +161,7 @@ class _Questions:
 
         try:
             with _errors():
-                async with self._server.stream(question) as stream:
+                async with self._in_time(arrived_s), self._server.stream(question) as stream:
                     async for text in stream:
                         await push(response.piece(text))
                 answer = stream.answer

@@ -41,8 +41,11 @@ def check_model(model: Any) -> None:
 
 def longest_exact_length(model: Any) -> int | None:
     """Return the tokens up to which cached keys stay valid, or None."""
+    return exact_length(text_config(model))
+
+
+def exact_length(config: Any) -> int | None:
     # LongRoPE (Phi-3 128k) changes its frequencies beyond the original window, which invalidates cached keys.
-    config = text_config(model)
     original = getattr(config, "original_max_position_embeddings", None)
     longropes = [rope for rope in _ropes(config) if rope.get("rope_type") == "longrope"]
     limits = [getattr(config, "max_position_embeddings", None)]

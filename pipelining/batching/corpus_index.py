@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from math import isqrt
@@ -72,8 +73,12 @@ def _built(texts: Sequence[str], embedder: Embedder, say: Callable[[str], object
         if not path.exists():
             say(f"Embedding {len(texts):,} documents with {embedder.model} into {path}, once.")
             unfinished = path.with_suffix(".unfinished")
-            _write(texts, embedder, say, unfinished)
-            os.replace(unfinished, path)
+            try:
+                _write(texts, embedder, say, unfinished)
+                os.replace(unfinished, path)
+            except BaseException:
+                unfinished.unlink(missing_ok=True)
+                raise
     return path
 
 
@@ -81,19 +86,33 @@ def _write(texts: Sequence[str], embedder: Embedder, say: Callable[[str], object
     import numpy as np
 
     faiss = load_faiss()
-    vectors = np.concatenate([embedder.encode(part) for part in _parts(texts, say)])
+    vectors = np.empty((0, 0), np.float32)
+    for start, part in _parts(texts, say):
+        found = embedder.encode(part)
+        if not start:
+            vectors = np.empty((len(texts), found.shape[1]), np.float32)
+        vectors[start : start + len(part)] = found
     clusters = max(1, min(len(texts) // _VECTORS_A_CLUSTER, _CLUSTERS_A_ROOT * isqrt(len(texts))))
     index = faiss.index_factory(vectors.shape[1], f"IVF{clusters},Flat", faiss.METRIC_INNER_PRODUCT)
     index.train(vectors)
     index.add(vectors)
     index.nprobe = clusters
-    faiss.write_index(index, str(path))
+    try:
+        faiss.write_index(index, str(path))
+        # FAISS ignores an error of its last write.
+        _shape(path)
+    except (RuntimeError, ValueError) as error:
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(
+            f"the index of the corpus ({vectors.nbytes:,} bytes and a few more) cannot be written into {path.parent}, "
+            f"where {free:,} bytes are free: make room there, or give another cache folder (XDG_CACHE_HOME)"
+        ) from error
 
 
-def _parts(texts: Sequence[str], say: Callable[[str], object]) -> Iterator[Sequence[str]]:
+def _parts(texts: Sequence[str], say: Callable[[str], object]) -> Iterator[tuple[int, Sequence[str]]]:
     told = 0
     for start in range(0, len(texts), _AT_ONCE):
-        yield texts[start : start + _AT_ONCE]
+        yield start, texts[start : start + _AT_ONCE]
         done = min(start + _AT_ONCE, len(texts))
         if _STEPS * done // len(texts) > told:
             told = _STEPS * done // len(texts)

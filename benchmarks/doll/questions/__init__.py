@@ -1,0 +1,1 @@
+"""Questions to one command within a memory budget, against transformers: suite doll-questions."""
