@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -369,7 +370,9 @@ class TestAPlacementThatFollowsTheLoad:
                 tokens=builder.document_tokens,
                 max_displacement=0,
             )
-            follower = LoadFollower(replanner, metrics, partial(describe, worker.engine))
+            # Each move takes this long on any machine.
+            clock = partial(next, count(step=0.01))
+            follower = LoadFollower(replanner, metrics, partial(describe, worker.engine), clock=clock)
             server = question_server(
                 worker,
                 retrieval,
