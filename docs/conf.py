@@ -41,7 +41,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_click"]
 # With the outputs that they are committed with. A page can only be below the folder of the site's sources.
 nb_execution_mode = "off"
 copytree(Path(__file__).parents[1] / "notebooks", Path(__file__).with_name("notebooks"), dirs_exist_ok=True)
-exclude_patterns = ["_build", "notebooks/README.md"]
+exclude_patterns = ["_build"]
 # Examples in the pages have an ellipsis where your code stands, which is no Python. Links out of docs/ are checked by
 # tests/project/test_docs.py.
 suppress_warnings = ["misc.highlighting_failure", "myst.xref_missing"]

@@ -12,6 +12,12 @@ from ragorder.kernels.tier_settings import KVTierSettings
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
+def has_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
 class EngineSettings(KVTierSettings):
     """The engine's tiers, steps and behaviour.
 

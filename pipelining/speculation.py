@@ -101,8 +101,12 @@ class Speculation(Generic[R]):
 
 
 class SpeculationGain:
-    """Expected gain of a speculation by stage, learnt from all searches. A right one saves the rest of the search, at
-    most a prefill; a wrong one may keep the engine busy after the search."""
+    """Expected gain of a speculation by stage, learnt from all searches.
+
+        pipeline = Pipeline(retrieval, prompts, engine, load=EngineLoad(4), gain=SpeculationGain())
+
+    A right one saves the rest of the search, at most a prefill; a wrong one may keep the engine busy after the search.
+    """
 
     def __init__(self) -> None:
         # For each stage: share of searches in which it had the final documents, and mean seconds left after it.

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as bars
 
 from ragorder.errors import RagorderError
-from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.engine_settings import EngineSettings, has_gpu
 from ragorder.kernels.models.support import UnsupportedModelError
 
 _logger = logging.getLogger("ragorder.kernels.engine")
@@ -34,7 +34,7 @@ class ModelLoadError(RagorderError, ValueError): ...
 def pick_device(name: str | None) -> torch.device:
     """Return the device, by default a GPU if there is one. Raises ValueError."""
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if has_gpu() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:

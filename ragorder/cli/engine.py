@@ -36,7 +36,7 @@ from ragorder.cli.proxy import (
 )
 from ragorder.cli.values import Count, Model, ProfileSource
 from ragorder.common.extras import install_hint, spared
-from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.engine_settings import EngineSettings, has_gpu
 from ragorder.kernels.smollm2 import SMOLLM2
 from ragorder.orderer import Orderer
 from ragorder.settings import Settings
@@ -209,10 +209,8 @@ def _running(
 ) -> Iterator[tuple[Backend, _Questions | None]]:
     """`asked`: options of a corpus, whose questions are answered too."""
     try:
-        import torch
-
         # The compiler imports triton (70 MiB), which only a GPU needs.
-        with spared(*_UNUSED, *(() if torch.cuda.is_available() else ("triton",))):
+        with spared(*_UNUSED, *(() if has_gpu() else ("triton",))):
             from ragorder.adapters.embedded import (
                 AppTransport,
                 EngineMetrics,

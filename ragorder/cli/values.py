@@ -170,7 +170,7 @@ class Rate(click.FloatRange):
             value = Count().convert(value, param, ctx)
         rate = super().convert(value, param, ctx)
         if not 0 < rate < inf:  # NaN passes every range
-            self.fail(f"{value} is no number above 0", param, ctx)
+            self.fail(f"{value} is no number above 0: it must be finite", param, ctx)
         return rate
 
 

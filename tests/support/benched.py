@@ -52,7 +52,7 @@ def _figures(line: Mapping[str, Any]) -> dict[str, Any]:
         "capacity_tokens": engine["capacity_tokens"],
         "requests": len(rows["prompt_tokens"]),
         "failures": line["failures"],
-        "cached_ratio": sums["cached_tokens"] / max(1, sums["prompt_tokens"]),
+        "cached_ratio": round(sums["cached_tokens"] / max(1, sums["prompt_tokens"]), 6),
         "displacement_mean": round(sums["displacement"] / max(1, len(served)), 4),
         "prediction_within_block": fmean(abs(each) <= 1 for each in errors) if errors else None,
         "prediction_error_blocks_mean": fmean(map(abs, errors)) if errors else None,
