@@ -40,8 +40,12 @@ class Warming:
 
 
 class WarmUp(Generic[Q]):
-    """Prefills an uncached system prompt, once at a time per scope. Errors are not raised: the following request raises
-    them itself."""
+    """Prefills an uncached system prompt, once at a time per scope.
+
+        pipeline = Pipeline(retrieval, prompts, engine, warm_up=WarmUp(SystemPrefix(orderer, builder, engine)))
+
+    Errors are not raised: the following request raises them itself.
+    """
 
     def __init__(self, prefix: Prefix[Q]) -> None:
         self.started = 0
