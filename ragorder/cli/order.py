@@ -226,7 +226,7 @@ class PromptFiles:
 
     def _write(self, file: IO[str], request: RequestToOrder, documents: Sequence[RequestDocument]) -> None:
         tokens = request.echo.get("output_tokens", self.output_tokens)
-        if tokens < 1:
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
             raise _error(request, '"output_tokens" must be an integer of at least 1')
         given = [Document(str(each.id), each.text) for each in documents]
         prompt = self.builder.build(_query(request), given).text

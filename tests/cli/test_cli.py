@@ -299,6 +299,7 @@ class TestOrder:
             ),
             ({"documents": [{"id": "a", "text": "secret"}]}, 'add the question as "query"'),
             ({"documents": [], "query": "secret", "output_tokens": 0}, '"output_tokens" must be an integer'),
+            ({"documents": [], "query": "secret", "output_tokens": None}, '"output_tokens" must be an integer'),
         ],
     )
     def test_prompts_say_what_a_request_lacks(self, tmp_path: Path, wrong: dict[str, Any], said: str) -> None:
