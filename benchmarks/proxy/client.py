@@ -5,32 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import re
-import subprocess
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any, NamedTuple, Self
+from typing import Any, Self
+
+from ragorder.benchmarks.common.processes import ServerProcess, server_process
 
 _CHAT = "/v1/chat/completions"
 _DOCUMENTS = 5
 _DOCUMENT_TOKENS = 200
-_STARTED_S = 60.0
-
-
-class ServerProcess(NamedTuple):
-    port: int
-    pid: int
 
 
 @contextmanager
 def instant_server(*options: str) -> Iterator[ServerProcess]:
     """A server that answers at once; for `options` see `upstream`."""
     module = "ragorder.benchmarks.proxy.upstream"
-    with _process([sys.executable, "-m", module, *options], "stdout", r"http://127.0.0.1:(\d+)") as server:
+    with server_process([sys.executable, "-m", module, *options], "stdout", r"http://127.0.0.1:(\d+)") as server:
         yield server
 
 
@@ -38,7 +31,7 @@ def instant_server(*options: str) -> Iterator[ServerProcess]:
 def proxy_server(upstream: int, *options: str, command: str = "serve") -> Iterator[ServerProcess]:
     """Run this command (`serve` or `route`) with these options, as a proxy of this port."""
     arguments = [command, "--upstream", f"http://127.0.0.1:{upstream}", "--port", "0", *options]
-    with _process([sys.executable, "-m", "ragorder", *arguments], "stderr", r"127.0.0.1:(\d+)/v1") as server:
+    with server_process([sys.executable, "-m", "ragorder", *arguments], "stderr", r"127.0.0.1:(\d+)/v1") as server:
         yield server
 
 
@@ -120,33 +113,3 @@ def chat_body(rng: random.Random, *, tagged: bool) -> bytes:
     else:
         messages.append({"role": "user", "content": "\n\n".join([*texts, "What do they say?"])})
     return json.dumps(body).encode()
-
-
-@contextmanager
-def _process(command: Sequence[str], stream: str, address: str) -> Iterator[ServerProcess]:
-    pipes = {stream: subprocess.PIPE}
-    process = subprocess.Popen(  # type: ignore[call-overload]  # noqa: S603
-        command, text=True, stdin=subprocess.DEVNULL, **pipes
-    )
-    said: IO[str] = getattr(process, stream)
-    try:
-        port = _port(said, address)
-        # An unread pipe would block the process in the end.
-        threading.Thread(target=said.read, daemon=True).start()
-        yield ServerProcess(port, process.pid)
-    finally:
-        process.terminate()
-        try:
-            process.wait(_STARTED_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _port(said: IO[str], address: str) -> int:
-    lines = []
-    for line in said:
-        if found := re.search(address, line):
-            return int(found[1])
-        lines.append(line)
-    raise RuntimeError(f"a server did not start: {''.join(lines)}")

@@ -17,7 +17,8 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import Field
 
-from ragorder.benchmarks.proxy.client import ServerProcess, instant_server, proxy_server
+from ragorder.benchmarks.common.processes import ServerProcess
+from ragorder.benchmarks.proxy.client import instant_server, proxy_server
 from ragorder.benchmarks.proxy.upstream import ENDLESS, allow_many_connections
 from ragorder.eval.data.machine import load_average, peak_mb, resident_mb
 from ragorder.eval.report.declared import Column, Row, TableForm

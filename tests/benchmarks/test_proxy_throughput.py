@@ -111,7 +111,7 @@ def test_the_suite_of_applications_shows_what_is_cached_and_that_nothing_else_ch
     assert "| AnythingLLM | `--template anythingllm` |" in page
 
 
-@pytest.mark.parametrize(("name", "recognised"), [("tools", "`--stable-tools`"), ("memories", "a form")])
+@pytest.mark.parametrize(("name", "recognised"), [("tools", "`--stable-tools`"), ("memories", "`--template memories`")])
 def test_a_list_that_is_sent_in_one_order_is_cached(name: str, recognised: str, tmp_path: Path) -> None:
     run_suites(tmp_path, "applications", "--seeds", 0, requests=25, application=name)
     shares = {}

@@ -5,30 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
-import subprocess
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
+from ragorder.benchmarks.common.processes import ServerProcess, server_process
 from ragorder.common.counts import parse_size
 from ragorder.eval.data.machine import peak_mb
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.running.cells import SuiteCell
 
-_ADDRESS = re.compile(r"Serving on (http://127\.0\.0\.1:\d+)/v1")
+_ADDRESS = r"Serving on http://127\.0\.0\.1:(\d+)/v1"
 _CHAT = "/v1/chat/completions"
-# Kept of what a process says, for an error.
-_LINES = 12
-_END_S = 60.0
 _MIB = 1 << 20
 
 
@@ -74,8 +68,8 @@ class Found:
 
 def ask_command(asked: Asked, advance: Callable[[], None]) -> Found:
     """Return the replies in the order of the questions. Raises EngineError."""
-    with _served(asked) as (url, pid):
-        return asyncio.run(_ask_all(url, pid, asked, advance))
+    with _served(asked) as (port, pid):
+        return asyncio.run(_ask_all(f"http://127.0.0.1:{port}", pid, asked, advance))
 
 
 async def _ask_all(url: str, pid: int, asked: Asked, advance: Callable[[], None]) -> Found:
@@ -148,42 +142,14 @@ def reply_of(
     }
 
 
-@contextmanager
-def _served(asked: Asked) -> Iterator[tuple[str, int]]:
+def _served(asked: Asked) -> AbstractContextManager[ServerProcess]:
     cell = asked.cell
     options = ["--model", str(asked.model), "--corpus", str(asked.corpus), "--top-k", str(cell.documents)]
     options += ["--device-bytes", cell.device_bytes, "--host-bytes", cell.host_bytes, "--profile", "none"]
     command = [sys.executable, "-m", "ragorder", "engine", *options, "--device", "cpu", "--port", "0"]
     # Prompts are to be those of transformers.
     environment = os.environ | {"RAGORDER_MAX_DISPLACEMENT": "0"}
-    with started(command, "stderr", env=environment) as process:
-        said: deque[str] = deque(maxlen=_LINES)
-        assert process.stderr is not None
-        for line in process.stderr:
-            said.append(line)
-            if (address := _ADDRESS.search(line)) is not None:
-                break
-        else:
-            raise EngineError(f"the command does not start: {''.join(said)}")
-        # An unread pipe would block the process in the end.
-        threading.Thread(target=process.stderr.read, daemon=True).start()
-        yield address[1], process.pid
-
-
-@contextmanager
-def started(command: Sequence[str], stream: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """Start a process with a pipe from this stream, and end it with the block."""
-    pipes = {stream: subprocess.PIPE} | options
-    process = subprocess.Popen(command, text=True, **pipes)  # noqa: S603
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    return server_process(command, "stderr", _ADDRESS, env=environment)
 
 
 def resident_mb_of(process: int) -> float | None:
