@@ -39,8 +39,8 @@ class Selection(Protocol):
 
 def top(measurements: Measurements, scores: Tensor | None, budget: int) -> Tensor:
     """Return the positions with the highest scores (N,), of equal ones the first; NaN is lowest."""
-    if scores is None:
-        raise ValueError("there are no scores: measure what the selection needs")
+    if scores is None or scores.shape != measurements.reused.shape:
+        raise ValueError("give a score for each reused token: measure what the selection needs")
     known = scores.masked_fill(scores.isnan(), float("-inf"))
     order = known.sort(descending=True, stable=True).indices
     return measurements.reused[order[: max(0, budget)].sort().values]

@@ -86,6 +86,10 @@ class TestSelectionsByAMeasurement:
         prompt = facts(200, scores=[0.5] * 100 + [0.7] + [0.5] * 99)
         assert chosen(name, prompt, 4) == [20, 21, 22, 120]
 
+    def test_each_reused_token_needs_one(self, name: str) -> None:
+        with pytest.raises(ValueError, match="give a score for each reused token"):
+            make_selection(name).choose(facts(4, scores=[0.5] * 3), 2)
+
     def test_what_is_no_number_comes_last(self, name: str) -> None:
         prompt = facts(4, scores=[math.nan, -math.inf, -1.0, math.inf])
         assert chosen(name, prompt, 2) == [22, 23]
