@@ -227,8 +227,6 @@ def _running(
     engine, placement = _load(options, settings, library, documents)
     waiting = _MAX_WAITING if server.settings.max_waiting is None else server.settings.max_waiting
     worker = EngineWorker(engine, max_unfinished=engine.settings.max_requests + waiting)
-    # Of the event loop: one of 49,000 tokens takes some 10 MiB.
-    tokenizer = deepcopy(engine.tokenizer)
     try:
         metrics = EngineMetrics(worker)
         registry.register(metrics)
@@ -239,12 +237,12 @@ def _running(
             body_limit=2 * server.settings.body_limit,
             web_pages=server.api_key is not None or server.hosts is not None,
         )
-        questions = None if library is None else _Questions(worker, tokenizer, library, placement, documents, server)
+        questions = None if library is None else _Questions(worker, library, placement, documents, server)
         sizes = with_sizes(settings, worker)
         yield (
             Backend(
                 sizes if questions is None else questions.sized(sizes),
-                tokenizer,
+                deepcopy(engine.tokenizer),
                 {"upstream": _NOWHERE, "send_facts": True, "make_transport": lambda: AppTransport(app)},
                 "all tiers",
                 lambda proxy: hosted(proxy, worker, None if questions is None else questions.close),
@@ -271,7 +269,6 @@ class _Questions:
     def __init__(
         self,
         worker: EngineWorker,
-        tokenizer: Any,
         library: Library,
         placement: PlannedPlacement | None,
         documents: Documents,
@@ -281,7 +278,7 @@ class _Questions:
         self._placement = placement
         self._web_pages = server.api_key is not None or server.hosts is not None
         self._client_s = server.settings.client_timeout_s
-        self._builder = documents.own_builder(tokenizer)
+        self._builder = documents.own_builder(deepcopy(worker.engine.tokenizer))
         _check_prompts(library, self._builder, worker.engine.longest)
         resident = None if placement is None else placement.partitions
         self._retrieval = library.retrieval(self._builder, resident)
