@@ -16,11 +16,13 @@ _STEEPEST = 16.0
 
 
 class PowerLaw:
-    """Seconds of a batch of B requests: T(B) = a * B^c, with a > 0 and c >= 0; fitted in logarithms, c is at most 16.
+    """Seconds of a batch of B requests: T(B) = a * B^c, with a > 0 and c >= 0.
 
-    law = PowerLaw.fit([(1, 2.1), (8, 5.0), (32, 11.8)])
-    law(16)                    # seconds
-    law.learn(16, 7.9)         # a batch that has run
+        law = PowerLaw.fit([(1, 2.1), (8, 5.0), (32, 11.8)])
+        law(16)                    # seconds
+        law.learn(16, 7.9)         # a batch that has run
+
+    Fitted by least squares in logarithms, with c at most 16.
     """
 
     def __init__(self, a: float, c: float = 1.0) -> None:

@@ -13,10 +13,12 @@ T = TypeVar("T")
 
 
 class SyncPipeline(Generic[Q]):
-    """A pipeline in an event loop on its own thread, where `make` is called. Thread-safe.
+    """A pipeline in an event loop on its own thread. Thread-safe.
 
-    with SyncPipeline(make) as pipeline:
-        print(pipeline.answer(question).text)
+        with SyncPipeline(make) as pipeline:
+            print(pipeline.answer(question).text)
+
+    `make` is called on that thread: an event loop's clients must be made there.
     """
 
     def __init__(self, make: Callable[[], Pipeline[Q, Any, Any]]) -> None:

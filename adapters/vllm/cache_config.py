@@ -23,7 +23,7 @@ _REQUESTS = re.compile(r"^vllm:num_requests_(?:waiting|running)(?:\{[^}\n]*\})? 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """KV cache of each of a server's data-parallel `engines`. None: not published.
+    """KV cache of each of a server's data-parallel `engines`. What the server does not publish is None.
 
         read_cache_config("http://host:8000").capacity_tokens
 

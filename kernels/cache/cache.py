@@ -117,8 +117,8 @@ class KnowledgeCache:
     Nodes are committed before their step runs, so it must write all its KV before reading any; discard its leases first
     if it fails. A lease may borrow copies of documents outside its cached prefix (FusionRAG 4.1): read them from
     `extend` until `give_back` or the lease's end. `identity` names the model for the disk. The `replicate_nodes` most
-    used nodes are copied to the host early. With `layers_in_host`, which may be empty, the pool's
-    KV can be in host memory, those layers' to begin with.
+    used nodes are copied to the host early. With `layers_in_host`, which may be empty, each layer's KV
+    of requests is on the device or, for these at first, in host memory (`move_layer`).
     """
 
     def __init__(

@@ -28,7 +28,8 @@ _HUB_TIMEOUT_S = 10.0
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
-class ModelLoadError(RagorderError, ValueError): ...
+class ModelLoadError(RagorderError, ValueError):
+    """The model cannot be loaded."""
 
 
 def pick_device(name: str | None) -> torch.device:
@@ -75,7 +76,7 @@ def load_config(name: str | Path) -> Any:
 
 
 def load_model(name: str | Path, settings: EngineSettings) -> Any:
-    """Raises ModelLoadError, UnsupportedModelError, and ValueError for an absent device."""
+    """Load a causal language model. Raises ModelLoadError, UnsupportedModelError, ValueError for an absent device."""
     device = pick_device(settings.device)
     config = load_config(name)
     try:

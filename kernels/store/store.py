@@ -289,7 +289,7 @@ class ChunkStore:
             return self._index.parents()
 
     def pin(self, keys: Iterable[bytes]) -> None:
-        """Protect keys, present or not, until as often unpinned."""
+        """Protect keys, present or not, until each `pin` has its `unpin`."""
         with self._lock:
             self._index.pin(keys)
 
@@ -298,7 +298,7 @@ class ChunkStore:
             self._index.unpin(keys)
 
     def close(self) -> None:
-        """Wait for reads and writes, release the folder, and be empty."""
+        """Wait for reads and writes, and release the folder. Afterwards the store is empty."""
         with self._lock:
             self._closed = True
             self._idle.wait_for(lambda: not self._busy)

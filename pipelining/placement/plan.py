@@ -249,7 +249,7 @@ def plan_placement(
 
     `backlog` defaults to the largest measured batch. All batches and numbers of resident partitions are tried: the
     paper stops where retrieval and generation take equally long (4.4), which is not always the optimum. Remaining
-    memory is for KV of documents.
+    memory is for KV of documents. Without `host_kv` the KV of a running batch stays on the device.
     """
     backlog = max(costs.batches) if backlog is None else backlog
     if backlog < 1:

@@ -1,7 +1,9 @@
-"""Requests as JSON lines, the input format of the commands (docs/observing.md has the fields).
+"""Requests as JSON lines, the input format of the commands.
 
-{"time": 12.5, "tenant": "acme", "documents": ["a", {"id": "b", "text": "…"}], "query": "…"}
-{"time": 13.0, "tenant": "acme", "documents": ["b", "c"], "tokens": [210, 190], "output_tokens": 80}
+    {"time": 12.5, "tenant": "acme", "documents": ["a", {"id": "b", "text": "…"}], "query": "…"}
+    {"time": 13.0, "tenant": "acme", "documents": ["b", "c"], "tokens": [210, 190], "output_tokens": 80}
+
+docs/observing.md describes the fields. Contradictory ones are refused.
 """
 
 from __future__ import annotations
