@@ -371,7 +371,7 @@ class TestAPlacementThatFollowsTheLoad:
                 max_displacement=0,
             )
             # Each move takes this long on any machine.
-            clock = partial(next, count(step=0.01))
+            clock = partial(next, count(step=0.001))
             follower = LoadFollower(replanner, metrics, partial(describe, worker.engine), clock=clock)
             server = question_server(
                 worker,
