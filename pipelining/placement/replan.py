@@ -32,9 +32,11 @@ class Replanner:
         self._since = 0
         # Of the requests since the last move, what they would have saved by the better placement.
         self._missed_s = 0.0
-        # Measured seconds by expected ones: of generations, and of the last move.
+        # Of generations, measured seconds by expected ones.
         self._generating = RunningMean(arithmetic_start=True)
-        self._moving = 1.0
+        # Of moves, the latest counting most: measured and expected seconds, and the most that were expected of one.
+        self._moved_s, self._expected_s, self._most_s = 0.0, 0.0, 0.0
+        self._caution = 1.0
         self._plans: dict[tuple[int, Workload], PlannedPlacement] = {}
 
     def answered(self, prompt_tokens: int, answer_tokens: int, batch: int, generation_s: float) -> None:
@@ -69,18 +71,25 @@ class Replanner:
             return None
         saved_s *= self._generating.value or 1.0
         self._missed_s += since * saved_s
-        cost_s = self._moving * self._costs.moving_s(self.placed, wanted)
-        return wanted if self._missed_s + backlog * saved_s >= backlog * cost_s else None
+        return wanted if self._missed_s + backlog * saved_s >= backlog * self._cost_s(wanted) else None
 
     def moved(self, placement: PlannedPlacement, seconds: float) -> None:
         expected_s = self._costs.moving_s(self.placed, placement)
         if expected_s > 0:
-            self._moving = seconds / expected_s
-        self.placed, self._missed_s = placement, 0.0
+            self._moved_s, self._expected_s = self._moved_s / 2 + seconds, self._expected_s / 2 + expected_s
+            self._most_s = max(self._most_s, expected_s)
+        self.placed, self._missed_s, self._caution = placement, 0.0, 1.0
 
     def failed(self) -> None:
         """Ask for twice as much gain before the next move."""
-        self._moving, self._missed_s = 2 * max(self._moving, 1.0), 0.0
+        self._caution, self._missed_s = 2 * self._caution, 0.0
+
+    def _cost_s(self, wanted: PlannedPlacement) -> float:
+        expected_s = self._costs.moving_s(self.placed, wanted)
+        # A short move may have waited for requests, which says nothing about a longer one.
+        known_s = min(expected_s, self._most_s)
+        measured_s = known_s * self._moved_s / self._expected_s if known_s else 0.0
+        return self._caution * (measured_s + expected_s - known_s)
 
     def _workload(self) -> Workload:
         longest = self._longest.prompt_tokens + self._longest.answer_tokens

@@ -399,6 +399,18 @@ class TestReplan:
         # What takes longer than expected is worth moving for sooner.
         assert self.until_moved(self.replanner()[0], 1, pace=3.0)[0] <= count // 3 + 1
 
+    def test_a_short_move_that_waited_adds_its_wait_to_a_longer_one_and_no_multiple(self) -> None:
+        costs = estimate(workload=Workload(prompt_tokens=60, answer_tokens=4))
+        placed = plan_placement(Budgets(700, 300), costs, backlog=16)
+        replanner = Replanner(replace(placed, partitions=placed.partitions - 1), costs, most=16)
+        short_s = costs.moving_s(replanner.placed, placed)
+        replanner.moved(placed, 10.0)
+        count, low = self.until_moved(replanner, 1)
+        saved_s = replace(placed, costs=low.costs, backlog=1).latency_s - low.latency_s
+        long_s = costs.moving_s(placed, low)
+        assert 0 < short_s < long_s
+        assert count * saved_s < 10.0 + long_s - short_s <= (count + 1) * saved_s
+
     def test_shorter_prompts_and_answers_leave_memory_for_larger_batches_and_for_the_longest_request(self) -> None:
         replanner, costs = self.replanner()
         before = replanner.plan(4)
