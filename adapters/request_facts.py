@@ -1,10 +1,11 @@
-"""Facts about a request for a vLLM with ragorder's tiers.
+"""Facts about a request, for an engine with ragorder's tiers.
 
     {"kv_transfer_params": {"ragorder": {"documents": [end offset in tokens, in prompt order], "expected": [number of
     later requests with all documents up to this one], "tenant": "<digest>", "cost": seconds per new token, "prefix":
     tokens before the first document, "exact": leading documents to compute exactly, "question": true}}}
 
-Each fact may be missing or null. vLLM's processes load this module: standard library only.
+Each fact may be missing or null. Only the embedded engine reads the last three. vLLM's processes load this module, so
+it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ FACTS = "ragorder"
 PREFIX = "prefix"
 EXACT = "exact"
 QUESTION = "question"
-"""True for a warm-up, whose prompt is a system prompt, as its only document, and a question to keep."""
+"""True for a warm-up: its prompt is a system prompt (its only document) and a question whose KV is kept."""
 
-# Nobody can test names against a digest: the key exists in this process only.
+# Random and never sent, so that nobody can test guessed tenant names against a digest.
 _KEY = secrets.token_bytes(32)
 _MAX_DOCUMENTS = 4096
 _MAX_TENANT_LENGTH = 256
 _MAX_TOKENS = 1 << 53
-# No engine takes longer for a token. The limit matters because a request's cost keeps its chunks in the cache.
+# No engine takes longer for a token. Without a limit a client could keep its chunks in the cache by a false cost.
 _MAX_COST_S = 10.0
-# Limited likewise: a chunk expected a thousand times outlives one expected once by fourteen turnovers of its tier.
+# For the same reason: a chunk expected 1,000 times outlives one expected once by 14 turnovers of its tier.
 _MAX_EXPECTED = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """`cost`, if given, is used instead of the profile's."""
+    """Facts as read from a request. `cost`, if given, is used instead of the engine profile's."""
 
     documents: tuple[int, ...] = ()
     tenant: str | None = None
@@ -53,18 +54,18 @@ class RequestFacts:
         return replace(self, documents=self.documents[:documents], expected=self.expected[:documents])
 
     def forecast(self, blocks: Iterable[K], ends: Iterable[int]) -> dict[K, float]:
-        """Return the expected uses of blocks with these ends: those of the document with the block's last token."""
+        """Return each block's expected uses: those of the document with its last token. `ends` are in tokens."""
         places = ((block, bisect_left(self.documents, end)) for block, end in zip(blocks, ends, strict=True))
         return {block: self.expected[place] for block, place in places if place < len(self.expected)}
 
 
 def read_facts(kv_transfer_params: object) -> RequestFacts | None:
-    """Return a request's facts, or None. Raises ValueError for malformed ones."""
+    """Return a request's facts, or None if it has none. Raises ValueError for malformed facts."""
     if not isinstance(kv_transfer_params, Mapping) or kv_transfer_params.get(FACTS) is None:
         return None
     facts = kv_transfer_params[FACTS]
     if not isinstance(facts, Mapping):
-        raise ValueError("facts are a map with documents, tenant and cost")
+        raise ValueError("facts must be a map, such as of documents, expected, tenant and cost")
     documents, tenant, cost = facts.get("documents"), facts.get("tenant"), facts.get("cost")
     if documents is not None:
         if not isinstance(documents, list | tuple) or len(documents) > _MAX_DOCUMENTS:
@@ -72,7 +73,7 @@ def read_facts(kv_transfer_params: object) -> RequestFacts | None:
         if not all(type(end) is int and 0 < end <= _MAX_TOKENS for end in documents):
             raise ValueError("documents are end offsets in tokens, whole numbers above 0")
         if any(after < before for before, after in pairwise(documents)):
-            raise ValueError("the end offsets of documents ascend")
+            raise ValueError("the end offsets of documents must ascend")
     if tenant is not None and (type(tenant) is not str or len(tenant) > _MAX_TENANT_LENGTH):
         raise ValueError(f"a tenant is a digest of up to {_MAX_TENANT_LENGTH} characters")
     if cost is not None:
@@ -82,9 +83,9 @@ def read_facts(kv_transfer_params: object) -> RequestFacts | None:
     expected = facts.get("expected")
     if expected is not None:
         if not isinstance(expected, list | tuple) or len(expected) != len(documents or ()):
-            raise ValueError("expected is a list with a number of uses for each of the documents")
+            raise ValueError("expected must have one number of later requests for each of the documents")
         if not all(type(uses) in (int, float) and 0 <= uses <= _MAX_EXPECTED for uses in expected):
-            raise ValueError(f"expected are uses to come, from 0 to {_MAX_EXPECTED:g}")
+            raise ValueError(f"expected are numbers of later requests, from 0 to {_MAX_EXPECTED:g}")
     return RequestFacts(tuple(documents or ()), tenant, cost, tuple(map(float, expected or ())))
 
 
@@ -127,7 +128,7 @@ def with_facts(
     expected_uses: Sequence[float] = (),
     **others: Any,
 ) -> dict[str, Any]:
-    """Add facts to the openai client's `extra_body` or vLLM's `extra_args`, except those that these have."""
+    """Return the openai client's `extra_body` or vLLM's `extra_args` with facts added; facts that it has stay."""
     sent = dict(arguments)
     params = sent.get(FIELD)
     params = {} if params is None else params
@@ -140,8 +141,8 @@ def with_facts(
 
 
 def add_facts(fields: dict[str, Any], *known: Any) -> None:
-    """`with_facts` for a body of `msgspec.Raw` fields. The client's values stay byte by byte: the server refuses
-    malformed ones."""
+    """Add facts to a body of `msgspec.Raw` fields, in place. The client's values stay byte for byte: the server
+    refuses malformed ones."""
     import msgspec
 
     raw_fields = dict[str, msgspec.Raw]
@@ -156,7 +157,7 @@ def add_facts(fields: dict[str, Any], *known: Any) -> None:
 
 def _merged(own: Mapping[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
     if "documents" in own:
-        # These refer to our documents.
+        # The client names other documents, and these two facts count ours.
         facts.pop("expected", None)
         facts.pop(EXACT, None)
     return facts | dict(own)

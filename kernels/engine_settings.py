@@ -30,7 +30,7 @@ class EngineSettings(KVTierSettings):
     device_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="Device memory for weights, KV and workspace; on a CPU in addition to the host memory for KV. "
+        description="Device memory for weights, KV and workspace; on a CPU main memory beside that of the host tier. "
         "Weights that do not fit stream from host memory and from the model's files.",
         json_schema_extra={"unset": "enough for the whole model and its KV"},
     )
@@ -69,7 +69,8 @@ class EngineSettings(KVTierSettings):
     max_requests: int = Field(default=64, ge=1, description="Maximum number of requests computed at the same time.")
     schedule: Literal["cached-first", "fcfs"] = Field(
         default="cached-first",
-        description="Next waiting request: the one with the largest ratio of cached to uncached tokens, or the oldest.",
+        description="Next waiting request: cached-first, the one with the largest ratio of cached to uncached tokens; "
+        "fcfs, the oldest.",
     )
     schedule_window: int = Field(
         default=32, ge=0, description="With cached-first, no request is overtaken by more than N later ones."
@@ -98,8 +99,8 @@ class EngineSettings(KVTierSettings):
     dtype: str | None = Field(
         default=None, description=f"{', '.join(_DTYPES)}.", json_schema_extra={"unset": "as the weights are stored"}
     )
-    chunk_tokens: int = Field(default=256, ge=1, description="Tokens per node in prompts without marked documents.")
-    verify: bool = Field(default=True, description="Compare a new engine with transformers' own attention.")
+    chunk_tokens: int = Field(default=256, ge=1, description="Tokens per chunk in prompts without marked documents.")
+    verify: bool = Field(default=True, description="Compare logits with transformers' own attention at the start.")
     reuse: Literal["exact", "fused"] = Field(
         default="exact",
         description="exact: a document is reused only after the same preceding documents, and answers equal "
@@ -109,7 +110,7 @@ class EngineSettings(KVTierSettings):
         default=0.15,
         ge=0,
         le=1,
-        description="Fused reuse: share to recompute of the tokens reused outside the prefix.",
+        description="Fused reuse: share of the tokens reused outside the prefix that is recomputed.",
     )
     select: Annotated[str, AfterValidator(selections.check)] = Field(
         default="query",

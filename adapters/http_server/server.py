@@ -22,13 +22,13 @@ from ragorder.adapters.http_server.connection import HEAD_LIMIT, timed_connectio
 
 
 class Certificate(NamedTuple):
-    """PEM files; without `key` the first one has both."""
+    """PEM files of a certificate and its key; without `key` the first one has both."""
 
     file: Path
     key: Path | None = None
 
     def context(self) -> ssl.SSLContext:
-        """Raises OSError, or ValueError for files without a certificate and its key."""
+        """Return the TLS context. Raises OSError, or ValueError without a certificate and an unencrypted key."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             # Without a password OpenSSL would ask for one on the terminal.
@@ -43,12 +43,12 @@ class Certificate(NamedTuple):
 
 _BACKLOG = 2048
 _AT_ONCE = 16
-# Clients keep idle connections for less: they close them, never the server while it begins to read a request.
+# Longer than clients keep idle connections: they close them, so that the server never closes one as a request arrives.
 _KEEP_ALIVE_S = 75
 _OTHER_FILES = 64
 
-# Seconds for which a thread may keep the interpreter while others wait. The event loop waits for it several times in
-# each request, by default five milliseconds for every thread that works on a body.
+# Seconds for which a thread may keep the interpreter while others wait. The event loop waits that long several times in
+# each request, for every thread that works on a body. Python's default is five milliseconds.
 _SWITCH_S = 5e-4
 
 
@@ -67,7 +67,7 @@ def run_server(
         with suppress(KeyboardInterrupt):
             _UvicornServer(server_config(app, **options), on_started, on_tick).run(sockets=[listening])
     finally:
-        # Frozen objects are not torn down at the end of the process; some extensions complain of that.
+        # Python does not free frozen objects when the process ends; some extensions complain of that.
         gc.unfreeze()
 
 
@@ -80,9 +80,9 @@ def server_config(
     probes: Collection[str] = (),
     certificate: Certificate | None = None,
 ) -> uvicorn.Config:
-    """Return uvicorn's configuration. At the end requests in flight have `grace_s` seconds. For other options see
-    `timed_connections`. The parser is h11, as httptools accepts endless headers; warnings of single requests, with
-    which clients could fill the log, are off."""
+    """Return uvicorn's configuration. After a stop requests in flight have `grace_s` seconds. `timed_connections`
+    describes the other options; its limit is `connections`. The parser is h11, as httptools accepts endless headers;
+    warnings of single requests, with which clients could fill the log, are off."""
     encryption = None if certificate is None else certificate.context()
     return uvicorn.Config(
         _cancelled_quietly(app),
@@ -117,7 +117,7 @@ class _UvicornServer(uvicorn.Server):
         self._on_started = on_started
         self._on_tick = on_tick
 
-    # Not in `startup`: if it were stopped there, uvicorn would end without the application's shutdown.
+    # Not in `startup`: a server stopped there would end without the application's shutdown.
     async def main_loop(self) -> None:
         # Objects loaded now stay: a collector that scans them repeatedly would delay every stream.
         gc.collect()
@@ -132,7 +132,7 @@ class _UvicornServer(uvicorn.Server):
 
 class _Listening(socket.socket):
     """Listening socket that accepts a few connections at a time: asyncio would accept all that wait before the first
-    one is counted."""
+    one counts against the limit."""
 
     _accepted = 0
 
@@ -144,11 +144,11 @@ class _Listening(socket.socket):
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """`shared`: further sockets may have the same port. Raises OSError."""
+    """Return a listening socket; if `shared`, others may listen on its port. Raises OSError."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     made = socket.create_server(address[:2], family=family, backlog=_BACKLOG, reuse_port=shared)
     listening = _Listening(fileno=made.detach())
-    # Connections inherit it. asyncio sets it only for its own sockets, and the second part of an answer would wait 40
+    # Connections inherit it. asyncio sets it only on its own sockets; without it the second part of an answer waits 40
     # ms for the acknowledgement of the first.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
@@ -167,7 +167,7 @@ def is_loopback(host: str) -> bool:
 
 def most_connections() -> int:
     """Raise the limit of open files (usually 1,024) to the system's maximum. Return how many connections it allows: a
-    request takes two files, one to either side."""
+    request takes two files, one to the client and one to the upstream server."""
     try:
         import resource
     except ImportError:
@@ -184,7 +184,7 @@ _LONGEST_PATH = 200
 
 
 class AccessLog:
-    """Logs method, path, status and seconds of each answer; nothing of its body, headers or query."""
+    """Logs method, path, status and seconds of each request; nothing of bodies, headers or query."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -204,7 +204,7 @@ class AccessLog:
         try:
             await self._app(scope, receive, watch)
         finally:
-            # Percent-encoded, so that no path makes its own line.
+            # Percent-encoded, so that no path can add a line to the log.
             path = scope["raw_path"][:_LONGEST_PATH].decode("ascii", "backslashreplace")
             seconds = time.perf_counter() - start
             broken = "" if ended else " (cut off)" if status else " (no answer)"

@@ -33,7 +33,8 @@ PromptForm = Literal["messages", "token_ids"]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`options` are further ones of create() or SamplingParams. `streamed`: the answer is read as it is generated."""
+    """`options`: more options of the client's create() or vLLM's SamplingParams. `streamed`: the answer is read as it
+    is generated."""
 
     query: str
     scope: Hashable = None
@@ -50,8 +51,8 @@ class Question:
 class PromptRequest:
     """A chat's messages, or a prompt's tokens.
 
-    Without a tokenizer `prompt_tokens` is estimated, and `document_ends` (in tokens) is empty. `keep_question`: a
-    warm-up, with the question after the system prompt. `extra_body`: fields that a cloud's breakpoints need.
+    Without a tokenizer `prompt_tokens` is estimated, and `document_ends` (in tokens) is empty. `keep_question`: this is
+    a warm-up of system prompt and question. `extra_body`: fields that a cloud's breakpoints need.
     """
 
     messages: Sequence[Mapping[str, Any]] | None = field(repr=False)
@@ -62,7 +63,7 @@ class PromptRequest:
     document_ends: Sequence[int] = field(default=(), repr=False, compare=False)
     expected_uses: Sequence[float] = field(default=(), repr=False, compare=False)
     prefix_tokens: int = field(default=0, repr=False, compare=False)
-    # Compared: a speculation without it computes other KV.
+    # Compared, because a speculation with another number computes other KV.
     exact_documents: int = field(default=0, repr=False)
     keep_question: bool = field(default=False, repr=False, compare=False)
     extra_body: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -77,7 +78,7 @@ class TimedUsage(Usage):
 
 
 def finish(ordering: Ordering[Document], usage: Usage | None, ordered_s: float) -> None:
-    """Confirm an ordering made at `ordered_s` (`time.perf_counter`)."""
+    """Confirm an ordering made at `ordered_s` (`time.perf_counter`) with the reported usage."""
     if usage is None:
         ordering.confirm()
         return
@@ -85,8 +86,8 @@ def finish(ordering: Ordering[Document], usage: Usage | None, ordered_s: float) 
     prompt, completion, cached = map(reported_count, counts)
     sent_s = getattr(usage, "sent_s", None)
     if cached is not None and sent_s is not None and sent_s < ordered_s and cached < ordering.cached_tokens:
-        # A speculation was sent before its request was ordered. Tokens may have been cached in between: the orderer
-        # would mistake them, and everything older, for evicted.
+        # A speculation was sent before its request was ordered. Its report lacks tokens cached in between, and the
+        # orderer would take these, and everything older, for evicted.
         cached = None
     total = None if prompt is None or completion is None else prompt + completion
     ordering.confirm(cached, total, prompt_tokens=prompt)
@@ -104,9 +105,9 @@ class OrderedPrompts:
 
         pipeline = Pipeline(retrieval, OrderedPrompts(orderer, builder), engine)
 
-    `prompts`: "messages" for a server's chat template, "token_ids" as `builder` makes them. `learn` gets the prompt
-    tokens of each committed request. `waiting` returns the documents of the requests after a question, in its scope.
-    Raises ValueError for invalid `prompts`.
+    `prompts`: "messages" for a server's chat template, or "token_ids" as `builder` makes them. `learn` is called with
+    the number of prompt tokens of each committed request. `waiting` returns the documents of each waiting request in
+    the scope of a question. Raises ValueError for invalid `prompts`.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class OrderedPrompts:
             extra_body = prompt.openai()
             messages = extra_body.pop("messages")
         ends = tuple(span.end for span in prompt.spans)
-        # The server finds the prefix of messages itself, in its own tokens.
+        # For messages the server itself finds where the prefix ends, in its own tokens.
         prefix_tokens = 0 if token_ids is None else self._builder.prefix_tokens
         return PromptRequest(
             messages,
@@ -180,7 +181,7 @@ class OrderedPrompts:
         return self._of(question, Ordering(ordered, _permutation(documents, ordered)))
 
     def commit(self, question: Question, documents: Sequence[Document], /) -> _CommittedRequest:
-        """Order documents for a request that is sent at once."""
+        """Order documents and return their request, to be sent at once."""
         options, waiting = question.all_options(), self._waiting(question)
         ordering = self.order(question.query, documents, question.scope, options, waiting)
         try:
@@ -225,7 +226,7 @@ def checked_form(prompts: PromptForm, builder: PromptBuilder) -> PromptForm:
 
 
 def _permutation(given: Sequence[Document], ordered: Sequence[Document]) -> list[int]:
-    # A builder may state the ranking.
+    # A builder with `state_ranking` writes the ranks into the prompt.
     ranks: defaultdict[int, deque[int]] = defaultdict(deque)
     for rank, document in enumerate(given):
         ranks[id(document)].append(rank)

@@ -1,4 +1,4 @@
-"""An engine with its cache's orderer, as a replica of a deployment."""
+"""Replica of a Ray Serve deployment: an engine's ASGI application."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ragorder.adapters.proxy.fleet_proxy import HeldAnswer
 _OF_TOKENS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 _REPLICA = b"x-ragorder-replica"
 _READY = b"/ragorder/ready"
-# Nothing listens there.
+# Never resolved: requests go to the application in this process.
 _HERE = "http://replica"
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class Lifespan:
-    """Starts and ends an application, idempotently, in one event loop."""
+    """Starts and ends an ASGI application in one event loop. Repeated calls have no effect."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -36,10 +36,10 @@ class Lifespan:
         self._start: asyncio.Task[asyncio.Task[None]] | None = None
 
     async def begin(self) -> None:
-        """Raises RuntimeError if the application cannot start; the next request tries again."""
+        """Start the application unless it has started. Raises RuntimeError if it cannot; the next call tries again."""
         if self._start is None or (self._start.done() and (self._start.cancelled() or self._start.exception())):
             self._start = asyncio.ensure_future(self._begun())
-        # A cancelled request leaves it to the next one.
+        # If this request is cancelled, the start goes on for the next one.
         self._run = await asyncio.shield(self._start)
 
     async def end(self) -> None:
@@ -67,12 +67,12 @@ class Lifespan:
         try:
             await self._app(scope, self._given.get, self._answered.put)
         except Exception:
-            # An application without a lifespan raises, and a server continues.
+            # An application without lifespan support raises, but can serve requests.
             return
 
 
 class ReplicaRequest(NamedTuple):
-    """HTTP request on its way through Ray. `target`: path and query; header names are in lower case."""
+    """HTTP request as Ray carries it to a replica. `target`: path and query; header names are in lower case."""
 
     method: str
     target: bytes
@@ -91,8 +91,8 @@ class ReplicaRequest(NamedTuple):
 
 
 class EngineReplica:
-    """Replica that answers by an ASGI application. Chats and completions yield nothing before their first token, whole
-    ones nothing before their end: until then a caller may try another replica."""
+    """Replica that answers requests with an ASGI application. `answer` yields nothing of a chat or completion before
+    its first token (not streamed: its end), so that until then the caller may try another replica."""
 
     def __init__(self, make_engine: Callable[[], ASGIApp]) -> None:
         app = make_engine()
@@ -117,7 +117,7 @@ class EngineReplica:
             await response.aclose()
 
     async def check_health(self) -> None:
-        """Raises RuntimeError if the engine takes no requests: Ray then replaces the replica."""
+        """Raise RuntimeError if the engine takes no requests: Ray then replaces the replica."""
         await self._lifespan.begin()
         response = await self._send(ReplicaRequest("GET", _READY, [], b""))
         await response.aclose()
@@ -130,7 +130,7 @@ class EngineReplica:
         return await self._transport.handle_async_request(sent)
 
     async def __del__(self) -> None:
-        """Ray calls it when the replica is drained."""
+        """Shut down the application. Ray calls this before it ends the replica."""
         await self._lifespan.end()
 
 

@@ -1,4 +1,4 @@
-"""Ring of buffers filled by a thread with layers of later steps (RAGDoll 4.3, Figure 2b)."""
+"""Ring of buffers for layers read ahead by a thread (RAGDoll 4.3)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ragorder.kernels.offload.feeder import LayerBuffer
 
 
 class Slot:
-    """A buffer of the ring with `layer`, or being read into. Its next use comes after `fence`."""
+    """A buffer of the ring, with `layer` in it once `filled`, or the `error` of its read. Its next user waits for
+    `fence`."""
 
     __slots__ = ("abandoned", "buffer", "error", "fence", "filled", "layer")
 
@@ -25,9 +26,9 @@ class Slot:
 
 
 class LayerRing:
-    """Layers read ahead in the order of use, which is endless, one per slot. One thread makes all calls. Taking a layer
-    out of turn drops those read ahead. `fill(slot, stale)` reads `slot.layer` on the ring's thread, and may stop once
-    `stale()`."""
+    """Layers read ahead, one per slot, in the order of their use, step after step (Figure 2b). One thread makes all
+    calls. Taking a layer out of turn drops the layers read ahead before it, or all if it is not among them.
+    `fill(slot, stale)` reads `slot.layer` on the ring's thread, and may stop once `stale()`."""
 
     def __init__(self, fill: Callable[[Slot, Callable[[], bool]], None], buffers: Sequence[LayerBuffer]) -> None:
         self.hits = self.waits = 0
@@ -37,10 +38,10 @@ class LayerRing:
         self._free = [Slot(buffer) for buffer in buffers]
         self._slots = len(self._free)
         self._queue: deque[Slot] = deque()
-        # Slots of the queue to be filled; the first is being filled.
+        # Slots to be filled, in order; the first is being filled.
         self._jobs: deque[Slot] = deque()
         self._layers: tuple[int, ...] = ()
-        # The next layer to read, in the endless order.
+        # Place of the next layer to read, in the order, which repeats.
         self._place = 0
         # Slots to be removed once they are free.
         self._surplus = 0
@@ -58,7 +59,7 @@ class LayerRing:
             return [slot.layer for slot in self._queue]
 
     def order(self, layers: Sequence[int]) -> None:
-        """Stream these layers from the next step on. Those read ahead are kept up to the first that is out of turn."""
+        """Stream these layers from the next step on. Keep those read ahead that begin the new order, drop the rest."""
         with self._changed:
             ahead, chosen = deque[Slot](), tuple(layers)
             for slot in self._queue:
@@ -70,11 +71,12 @@ class LayerRing:
             self._top_up()
 
     def take(self, layer: int) -> Slot:
-        """Wait for the slot with this layer. Raises the error of `fill`; ValueError for a layer not in order."""
+        """Return the slot with this layer, once filled. Raises the error of `fill`, ValueError for a layer that is not
+        streamed, and MemoryError without a slot."""
         with self._changed:
             slot, waited = self._await(layer)
             if slot.error is not None and not waited:
-                # It was read ahead: the fault may be over.
+                # It failed when read ahead: the fault may be over, so read it again.
                 self._drop_all()
                 slot, _ = self._await(layer)
             if slot.error is not None:
@@ -96,7 +98,7 @@ class LayerRing:
             self._top_up()
 
     def shrink(self, slots: int) -> None:
-        """Remove slots until `slots` are left: free ones, then the last ones read ahead. None may be taken."""
+        """Remove slots until `slots` are left: free ones, then the last ones read ahead. Call it with no slot taken."""
         with self._changed:
             self._surplus = max(0, self._slots - slots)
             while self._surplus and self._free:

@@ -22,7 +22,7 @@ Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 @dataclass(frozen=True, slots=True)
 class WholeResult(Generic[D]):
-    """A search function's documents, as a last `Stage`."""
+    """All documents of a search function, in the form of a final `Stage`."""
 
     documents: tuple[D, ...] = field(repr=False)
     number: int = 1
@@ -55,7 +55,7 @@ class Handle(Protocol):
 class Searcher(Generic[D]):
     """Embeds queries, searches, and fetches documents.
 
-    - `search`: an object with `ContinuousIVF.submit`, a `StagedSearch`, or a function of a query and k that returns
+    - `search`: an object with `submit` (`ContinuousIVF`), a `StagedSearch`, or a function of a query and k that returns
       results, best first. Coroutine functions run on the event loop, others in a thread.
     - `embed`: makes the vector to search for. None: the function gets the text.
     - `document`: returns the document of an id. None: the function returns documents.
@@ -123,7 +123,7 @@ class Searcher(Generic[D]):
         if isinstance(stage, WholeResult):
             return stage.documents
         document = self._document
-        # An index finds ids, so it has been given `document`.
+        # Stages come from an index, which requires `document`.
         return () if document is None else tuple(document(int(id)) for id in stage.ids[0] if id >= 0)
 
     async def _staged_search(self, vector: Any, k: int) -> AsyncGenerator[Found, None]:
@@ -153,7 +153,7 @@ class Searcher(Generic[D]):
 
 
 def _ids(results: Any) -> Sequence[Any]:
-    """Return one query's ids, numbers or texts, also from an array of one row."""
+    """Return one query's ids (numbers or texts), from a sequence or an array of one row."""
     if isinstance(results, list | tuple) and all(isinstance(id, str) for id in results):
         return results
     import numpy as np
@@ -168,7 +168,7 @@ def _ids(results: Any) -> Sequence[Any]:
 
 
 class _Whole:
-    """A search that its reader runs; each reading searches."""
+    """A search that runs while it is read; each reading searches again."""
 
     stage: Found | None = None
 
@@ -182,7 +182,7 @@ class _Whole:
 
 
 class _Begun:
-    """A search that runs before it is read. Once promoted, it starts over if it has failed."""
+    """A search that runs before it is read. If it has failed and was promoted, reading it searches again."""
 
     stage: Found | None = None
 
@@ -234,7 +234,7 @@ class _Begun:
 
 
 def _is_ours(search: Any) -> bool:
-    """Our searches' messages name shapes, counts and settings, never a query."""
+    """Return whether its errors can be shown: ours name shapes, counts and settings, never a query."""
     from ragorder.pipelining.search import ContinuousIVF
 
     return isinstance(search, ContinuousIVF)

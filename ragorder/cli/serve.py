@@ -128,8 +128,8 @@ _CLOUDS: Mapping[str, Provider] = {
         "--stable-tools",
         is_flag=True,
         help="Send the tools of each request in the order of their names, with and without documents: tools come first "
-        "in a prompt, so another order of the same tools ends every cached prefix. A model may choose another tool for "
-        "it.",
+        "in a prompt, so another order of the same tools ends every cached prefix. The new order can change which "
+        "tool a model chooses.",
     ),
     option(
         "--marks/--no-marks",
@@ -137,7 +137,7 @@ _CLOUDS: Mapping[str, Provider] = {
         help="The server resumes its cache only at cache breakpoints (Anthropic's API, OpenAI's from GPT-5.6 on): set "
         "them where they are expected to pay by the rules of the request's model, unless the client sets any. Writing "
         "to such a cache costs more than not using it, so some requests get none. Documents of a request whose client "
-        "sets breakpoints keep their order, unless the server's sizes are known or --no-marks says that its cache "
+        "sets breakpoints keep their order, unless the size of the cache is known or --no-marks says that the cache "
         "finds any common prefix.",
         unset="if the server is api.anthropic.com, api.openai.com or api.deepseek.com",
     ),
@@ -263,7 +263,7 @@ def serve(
         raise click.UsageError("--workers: a process knows only its own breakpoints at a cloud: leave --workers out")
     asked = settings
     if marks:
-        # Such a cache holds only marked prefixes: that it has less than was sent says nothing about its size.
+        # Such a cache holds only marked prefixes: fewer cached tokens than expected say nothing about its size.
         settings = settings.model_copy(update={"feedback": False})
 
     # An address that is not available is an error before a server is asked.
@@ -390,7 +390,7 @@ def _servers_of(
     measures: bool,
     is_known: bool,
 ) -> list[Backend]:
-    """Return the servers with the settings that their metrics complete, or with `settings` for a cloud (`is_known`)."""
+    """Return the servers, each with `settings` completed from its metrics, or unchanged if `is_known` (a cloud)."""
     from ragorder.adapters.http_client import AddressError
 
     def server_of(upstream: str) -> Backend:
@@ -469,7 +469,7 @@ def _settings_of_server(
 
 
 def _profile_server(upstream: str, api_key: str | None) -> Path | None:
-    """Return the file of the server's profile, or None without load times or a tier that awaits it. Raises
+    """Return the file of the server's profile, or None if it has no load times or the server awaits none. Raises
     AddressError.
     """
     from ragorder.adapters.http_client import AddressError, ServerError

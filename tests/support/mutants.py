@@ -31,14 +31,14 @@ from support.links import restore_links
 ROOT = Path(__file__).resolve().parents[2]
 AREAS = {
     "trie": ("trie/**/*.py", ("tests/trie",)),
-    "core": ("ragorder/*.py", ("tests/core",)),
-    "measuring": (
-        "eval/{running/*,virtual/*,replay/*,engines/sim,data/arrivals,experiments/reordering/queueing,"
-        "experiments/pipelining/search}.py",
-        ("tests/eval",),
-    ),
+    "pipelining": ("pipelining/**/*.py", ("tests/pipelining",)),
+    "engine": ("kernels/**/*.py", ("tests/kernels",)),
+    "proxy": ("adapters/{proxy/**/*,http_server/*}.py", ("tests/adapters",)),
+    "adapters": ("adapters/**/*.py", ("tests/adapters",)),
+    "eval": ("eval/**/*.py", ("tests/eval",)),
+    "core": ("ragorder/{*,*/*,*/*/*}.py", ("tests/core", "tests/cli")),
 }
-"""By area: its files, and the folders of tests for modules that no test file names."""
+"""By area: its files that no earlier area has, and the folders of tests for modules that no test file names."""
 _LIMIT_S = 300.0
 _OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -82,12 +82,13 @@ class Mutant:
 
 def find_mutants(root: Path = ROOT) -> list[Mutant]:
     """All of them, in a fixed order."""
-    return [
-        mutant
-        for area, (pattern, _) in AREAS.items()
-        for path in sorted(_glob(root, pattern))
-        for mutant in mutants_of(area, path.relative_to(root).as_posix(), path.read_bytes())
-    ]
+    root, found = root.resolve(), dict[Path, list[Mutant]]()
+    for area, (pattern, _) in AREAS.items():
+        # `ragorder` has links to the other packages.
+        files = {path for path in _glob(root, pattern) if path.resolve() == path}
+        for path in sorted(files - found.keys()):
+            found[path] = list(mutants_of(area, path.relative_to(root).as_posix(), path.read_bytes()))
+    return [mutant for mutants in found.values() for mutant in mutants]
 
 
 def mutants_of(area: str, file: str, source: bytes) -> Iterator[Mutant]:
