@@ -29,7 +29,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """A request's prompt and its reported counts.
+    """A request's prompt and reported counts.
 
     The first `tools_end` characters of `text` are tools, the first `system_end` tools and system message. Requests of
     one `scope` (model and salt) share a cache, unless `fields` separate them.
@@ -83,7 +83,7 @@ def read_log(path: Path, *, most_requests: int = _MOST_REQUESTS, most_characters
         if isinstance(more := body.get("extra_body"), dict):
             body = body | more
         if not any(name in body for name in ("messages", "prompt", "input")):
-            raise lines.error(number, f'has neither "messages" nor "prompt": a line looks like {EXAMPLE}')
+            raise lines.error(number, f'has none of "messages", "prompt" and "input": a line looks like {EXAMPLE}')
         try:
             request = _request(number, body, _usage(line))
         except RecursionError:

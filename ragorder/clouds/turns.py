@@ -1,4 +1,4 @@
-"""Messages of a conversation with cache breakpoints for the APIs of clouds."""
+"""Messages with cache breakpoints for the APIs of clouds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SPEAKERS = ("user", "assistant")
 
 
 class HistoryMark(NamedTuple):
-    """A breakpoint after `parts` of the `of` parts of message number `message`; all parts if equal."""
+    """A breakpoint after `parts` of the `of` parts of message number `message`."""
 
     message: int
     parts: int
@@ -23,7 +23,7 @@ class HistoryMark(NamedTuple):
 
 
 class TurnMarks(NamedTuple):
-    """Breakpoints of a turn: after the system prompt, in history messages, after documents, after the question."""
+    """A turn's breakpoints: after the system prompt, in history messages, after documents and question."""
 
     system: bool = False
     history: tuple[HistoryMark, ...] = ()
@@ -32,10 +32,7 @@ class TurnMarks(NamedTuple):
 
     @classmethod
     def of(cls, places: Sequence[int], sizes: Sequence[int], documents: int) -> TurnMarks:
-        """Return the breakpoints of `places`, the numbers of nodes before each.
-
-        The messages of the history have `sizes` nodes; the documents and the question follow.
-        """
+        """Return the breakpoints at `places` (nodes before each); the history's messages have `sizes` nodes."""
         ends = list(accumulate(sizes))
         start = ends[-1] if ends else 0
         history = []
@@ -49,7 +46,7 @@ class TurnMarks(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TurnParts:
-    """The messages of a turn and its breakpoints; the first `front` messages are the system prompt.
+    """A turn's messages and breakpoints; the first `front` messages are the system prompt.
 
         TurnParts(messages, 1, TurnMarks(system=True, question=True), "5m").anthropic()
 
@@ -107,11 +104,7 @@ class TurnParts:
         return found
 
     def _places(self, number: int, mark: Part | None) -> list[int]:
-        """Return the number of parts before each breakpoint of a message.
-
-        Anthropic refuses breakpoints of an hour after those of five minutes, so ours are omitted where the
-        application's own would make them wrong.
-        """
+        """Omit breakpoints that the application's own make wrong: Anthropic refuses an hour's after five minutes'."""
         places = self._chosen(number)
         # Few messages have breakpoints, and only these look through all others.
         if not places or mark is None or "cache_control" not in mark:
@@ -134,6 +127,8 @@ class TurnParts:
 
     def _chosen(self, number: int) -> list[int]:
         marks, content = self.marks, self.messages[number].get("content")
+        if not content:  # a call of a tool; an empty text with a breakpoint is refused
+            return []
         count = len(content) if isinstance(content, list) else 1
         last = len(self.messages) - 1
         if number < self.front:

@@ -317,7 +317,7 @@ class TestBadInput:
         ("line", "words"),
         [
             ("nonsense", "log.jsonl:1"),
-            ('{"documents": ["a"]}', 'has neither "messages" nor "prompt"'),
+            ('{"documents": ["a"]}', 'has none of "messages", "prompt" and "input"'),
             ('{"messages": []}', "no template in 1 requests"),
         ],
     )

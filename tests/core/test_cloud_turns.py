@@ -262,6 +262,15 @@ class TestBodies:
         turn.discard()
 
 
+@pytest.mark.parametrize("content", [None, ""])
+def test_breakpoints_are_not_set_on_messages_without_content(content: str | None) -> None:
+    """OpenAI refuses an empty list of parts, Anthropic a breakpoint on an empty text."""
+    call = {"role": "assistant", "content": content, "tool_calls": [{"id": "1"}]}
+    messages = [{"role": "system", "content": "s"}, call, {"role": "tool", "tool_call_id": "1", "content": "a"}]
+    marks = TurnMarks(history=(HistoryMark(0, 1, 1),), question=True)
+    assert TurnParts(messages, 1, marks, None).openai()["messages"][1] == call
+
+
 def _texts(messages: list[dict[str, Any]]) -> list[str]:
     return [
         each["content"] if isinstance(each["content"], str) else "".join(part["text"] for part in each["content"])

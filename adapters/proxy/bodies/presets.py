@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -30,8 +31,8 @@ AUTO, JSON, MEMORIES, NONE = "auto", "json", "memories", "none"
 
 @readable_by_threads
 class Preset(Struct, frozen=True, forbid_unknown_fields=True):
-    """Template of an application, an entry of presets.toml. A user's file has `form` and, if needed, `head`, `between`
-    and `tail`."""
+    """Entry of presets.toml: an application's template. A user's file has `form` and, if needed, `head`, `between` and
+    `tail`."""
 
     form: str
     head: str = ""
@@ -55,7 +56,7 @@ def presets() -> Mapping[str, Preset]:
 
 
 def find_templates(text: str) -> list[DocumentTemplate]:
-    """Return the templates for a preset's name, "json", "memories", "auto", "none", a TOML file, or a form. Raises
+    """Return the templates of a preset, "json", "memories", "auto", "none", a TOML file, or a form. Raises
     TemplateError."""
     if text == NONE:
         return []
@@ -93,7 +94,7 @@ _LONGEST_JSON = 1 << 20
 
 
 class JSONTemplate(DocumentTemplate):
-    """Form of a JSON list in a text: two or more objects with the same keys, each with a string."""
+    """Form of a JSON list in a text: objects with the same keys, each with a string."""
 
     def __init__(self) -> None:
         super().__init__("[{text}\n{text}]", name="json")
@@ -115,8 +116,7 @@ class JSONTemplate(DocumentTemplate):
 
 
 def _json_items(text: str, at: int) -> Iterator[tuple[int, int]]:
-    """Yield the spans of the list's objects, the first at `at`; nothing if one is no document, or the list does not
-    end."""
+    """Yield the spans of a list's objects, the first at `at`; nothing if one is no document or the list has no end."""
     items: list[tuple[int, int]] = []
     names: set[str] | None = None
     while True:
@@ -141,8 +141,8 @@ def _json_items(text: str, at: int) -> Iterator[tuple[int, int]]:
 
 class PromptRecogniser:
     """Recognises presets in prompts without a template, and orders their documents on a mirror. `on_recognised` gets
-    the preset's name, the prompt's tokens up to the last document, and how many of them would be cached in ragorder's
-    order and in retrieval order. Thread-safe."""
+    the preset's name, the tokens up to the last document, and those that would be cached in ragorder's and in retrieval
+    order. Thread-safe."""
 
     def __init__(self, settings: Settings, on_recognised: Callable[[str, int, int, int], None]) -> None:
         self._settings = settings
@@ -150,14 +150,14 @@ class PromptRecogniser:
         self._templates = {name: preset.template(name) for name, preset in presets().items()}
         self._orderers: dict[str, ObservedOrderer] = {}
         self._requests: Counter[str] = Counter()
+        self._lock = threading.Lock()
 
     def look(self, texts: Sequence[str], read: Callable[[DocumentTemplate], object]) -> bool:
-        """Return whether a request's texts have a preset's form, by which `read` parses the request."""
+        """Return whether the texts have a preset's form, by which `read` parses the request."""
         for name, template in self._templates.items():
             if any(map(template.find, texts)):
                 parsed = read(template)
                 if isinstance(parsed, ParsedBody) and parsed.error is None:
-                    self._requests[name] += 1
                     self._order(name, parsed)
                 return True
         return False
@@ -169,13 +169,15 @@ class PromptRecogniser:
         return f"; prompts look like those of {presets()[name].application}: see --template {name}"
 
     def _order(self, name: str, parsed: ParsedBody) -> None:
-        orderer = self._orderers.get(name)
-        if orderer is None:
-            if self._orderers:
-                # One more mirror is enough memory.
-                return
-            told = _Told(name, self._on_recognised)
-            orderer = self._orderers[name] = ObservedOrderer(Orderer(self._settings), [told], shadow=True)
+        with self._lock:
+            self._requests[name] += 1
+            orderer = self._orderers.get(name)
+            if orderer is None:
+                if self._orderers:
+                    # One more mirror is enough memory.
+                    return
+                told = _Told(name, self._on_recognised)
+                orderer = self._orderers[name] = ObservedOrderer(Orderer(self._settings), [told], shadow=True)
         lengths = Lengths(parsed.prefix_tokens, parsed.suffix_tokens)
         orderer.order(parsed.documents, scope=parsed.scope, lengths=lengths).confirm()
 
