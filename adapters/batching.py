@@ -42,9 +42,9 @@ def ordered_batches(
         async with ordered_batches(engine, retrieval, orderer=orderer, builder=builder) as server:
             answer = await server.run(Question("Which drawer?"))
 
-    `prompts` as for `OrderedPrompts`, other options as for `DecoupledServer`; documents that requests share count once
-    in `kv_limit`. `observers` get each batch's events and each ended request's trace; one that fails is logged once and
-    dropped. Raises ValueError for invalid `prompts` and for limits below 1.
+    `prompts` as for `OrderedPrompts`, other options as for `DecoupledServer`; shared documents count once in
+    `kv_limit`. An observer that fails is logged once and dropped. Raises ValueError for invalid `prompts` and limits
+    below 1.
     """
     made = OrderedPrompts(orderer, builder, prompts, waiting=lambda question: _upcoming(server, question))
 
@@ -91,14 +91,7 @@ def _upcoming(server: DecoupledServer[Question, Document, Any], question: Questi
 
 
 class BatchingMetrics(PrometheusMetrics):
-    """Observer for a `DecoupledServer` with Prometheus metrics by worker and outcome.
-
-        metrics = BatchingMetrics()
-        server = ordered_batches(…, observers=[metrics])
-        page = generate_latest(metrics.registry)
-
-    `registry` as for `PrometheusMetrics`.
-    """
+    """Observer for a `DecoupledServer` with Prometheus metrics by worker and outcome."""
 
     prefix = "ragorder_batching"
 

@@ -23,15 +23,15 @@ class CacheOrderRetriever(dspy.Module):  # type: ignore[misc, unused-ignore]
 
         retrieve = CacheOrderRetriever(dspy.retrievers.Embeddings(corpus, embedder), orderer)
 
-    `retriever` is a module or function that returns a Prediction or mapping with `passages` (fields of the same length
-    are ordered alike), a list of strings, or a list of rows with a `long_text`.
+    `retriever` returns a Prediction or mapping with `passages` (fields of the same length are ordered alike), or a list
+    of strings or of rows with a `long_text`.
 
     - `key`: a passage's identity besides its text.
     - `tokens`: its length in the prompt.
     - `scope`: the tenant, or a function of the retriever's arguments.
 
-    After errors in these functions, and without passages, the result is unchanged and counted. Orderings count as
-    served at once. Copies share the orderer; a saved program loads with a new one.
+    Errors in these functions, and results without passages, are counted and change nothing. Orderings count as served
+    at once. Copies share the orderer; a saved program loads with a new one.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Haystack: ranker in cache order, and chats with documents after the history."""
+"""Haystack: ranker in cache order, and turns of chats."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PROMPT = ("system", "document_template", "question_template", "state_ranking")
 
 @component
 class CacheOrderRanker:
-    """Ranker that orders documents for the engine's prefix cache, directly before the prompt builder. Thread-safe.
+    """Ranker for the engine's prefix cache, directly before the prompt builder. Thread-safe.
 
         pipeline.add_component("cache_order", CacheOrderRanker(orderer))
 
@@ -85,7 +85,7 @@ class CacheOrderRanker:
     def run(
         self, documents: list[Document], top_k: int | None = None, scope: str | None = None, query: str | None = None
     ) -> dict[str, list[Document]]:
-        """`top_k` and `scope` override the ranker's own; `query` is ignored. Raises ValueError for `top_k` below 1."""
+        """`top_k` and `scope` override the ranker's; `query` is ignored. Raises ValueError."""
         _check(top_k)
         best = documents[: top_k or self.top_k]
         ordered, ordering = self._reorder.within(self.scope if scope is None else scope, best)
@@ -130,17 +130,16 @@ class CacheOrderChatPromptBuilder:
     """Builder of a chat's next turn, instead of ChatPromptBuilder: documents follow the unchanged history. Thread-safe.
 
         pipeline.add_component("prompt", CacheOrderChatPromptBuilder(orderer, builder=PromptBuilder("Answer briefly.")))
-        pipeline.connect("retriever.documents", "prompt.documents")
         pipeline.connect("prompt.prompt", "llm.messages")
 
     - `orderer`, `settings`, `scope`: as for `CacheOrderRanker`.
-    - `builder`, or `prompt` with the arguments of a new `PromptBuilder`: writes the prompt, with the system prompt.
+    - `builder`, or `prompt` with the arguments of a new `PromptBuilder`; it has the system prompt.
     - `repeat`, `reference`: as for `PromptBuilder.turn`.
-    - `label`: returns the label that cites and names a Document (default: `number_label` of its content).
-    - `feedback`: its `turn` goes to a `CacheOrderFeedback`; without it turns count as served at once.
+    - `label`: cites and names a Document (default: `number_label` of its content).
+    - `feedback`: `turn` goes to a `CacheOrderFeedback`; without it turns count as served at once.
 
     Errors in `label` are counted and leave retrieval order. `from_dict` makes a new orderer and a builder without a
-    tokenizer, and needs a `label` of a module. Raises as `CacheOrderRanker` does.
+    tokenizer, and needs a `label` of a module. Raises as `CacheOrderRanker`.
     """
 
     def __init__(
@@ -205,8 +204,8 @@ class CacheOrderChatPromptBuilder:
         history: list[ChatMessage] | None = None,
         scope: str | None = None,
     ) -> dict[str, Any]:
-        """Return the messages to send as `prompt` (with the answer they are the next history), and the `documents`:
-        sent ones in prompt order, then named ones. `scope` overrides the builder's own."""
+        """Return the `prompt` to send (with the answer, the next history), and the `documents`: sent ones in prompt
+        order, then named ones. `scope` overrides the builder's."""
         before = list(history or ())
         if self._turns.system and not (before and before[0].role == "system"):
             before.insert(0, ChatMessage.from_system(self._turns.system))
@@ -232,12 +231,10 @@ class CacheOrderChatPromptBuilder:
 
 @component
 class CacheOrderFeedback:
-    """Component that reports a reply to the orderer, and returns the next turn's history.
+    """Component that reports the first reply to the orderer, and returns the next turn's history.
 
-        pipeline.connect("llm.replies", "feedback.replies")
-        pipeline.connect("prompt.turn", "feedback.turn")
-
-    Of several replies the first one counts.
+    pipeline.connect("llm.replies", "feedback.replies")
+    pipeline.connect("prompt.turn", "feedback.turn")
     """
 
     @component.output_types(history=list[ChatMessage], replies=list[ChatMessage])

@@ -38,8 +38,7 @@ class Server:
             models = server.get_json("/v1/models")
 
     `api_key` is sent as a bearer token, user and password in the URL as basic authentication. Raises AddressError,
-    ImportError without httpx2, and ServerError for an unreachable server, an HTTP error, or an answer incomplete after
-    `timeout_s`.
+    ImportError without httpx2, and ServerError, also for an answer incomplete after `timeout_s`.
     """
 
     def __init__(self, base_url: str, *, timeout_s: float, api_key: str | None = None) -> None:

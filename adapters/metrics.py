@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class PrometheusMetrics:
     """Base of metrics whose names begin with `prefix`. No label names a document or a tenant.
 
-    `registry` is the application's (default: a new one). Raises ImportError without ragorder[proxy], ValueError for a
-    registry that has these metrics.
+    `registry` defaults to a new one. Raises ImportError without ragorder[proxy], ValueError for a registry that has
+    these metrics.
     """
 
     prefix: ClassVar[str]

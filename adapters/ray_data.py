@@ -27,20 +27,19 @@ def plan_dataset(
     document_tokens: int = 256,
     sample: int = 1_000_000,
 ) -> Dataset:
-    """Return the rows of a dataset in serving order, shard by shard.
+    """Return a dataset's rows in serving order, shard by shard.
 
         planned = plan_dataset(ray.data.read_json("requests.jsonl"), shards=64)
         answers = processor(planned)  # ray.data.llm, or map_batches with an engine
 
-    Columns as for `RequestColumns`. Rows get their documents in prompt order, the retrieval ranks of these, from 0, as
+    Columns as for `RequestColumns`. Rows get documents in prompt order, their retrieval ranks, from 0, as
     "permutation", and the shard's number as "shard". Join results by an id among the other columns.
 
-    The dataset is read twice, once for popular documents in a `sample` of rows: `materialize` it if reading is
-    expensive. One task plans a whole shard, whose rows are adjacent. Each batch repeats a prefix: give an engine at
-    least 512 rows at a time.
+    The dataset is read twice, once for popular documents in a `sample` of rows: `materialize` it if that is expensive.
+    One task plans a shard, whose rows are adjacent. Each batch repeats a prefix: give engines at least 512 rows at a
+    time.
 
-    Raises ImportError naming the extra, ValueError for less than one shard; the task that reads an unreadable column
-    raises ValueError.
+    Raises ImportError, ValueError for less than one shard; a task raises ValueError for an unreadable column.
     """
     with needs("ray", _USER):
         import pyarrow  # noqa: F401

@@ -22,8 +22,8 @@ ScopeOf = str | Callable[..., Hashable] | None
 class Reorder(Generic[T]):
     """Ordering of requests' documents. Never raises: errors leave retrieval order. Thread-safe.
 
-    `text`, `own_id`, `metadata` are the framework's; `key`, `tokens`, `scope` the user's. A copy is the same object, to
-    share the orderer; a pickle loads with a new one.
+    `text`, `own_id`, `metadata` are the framework's; `key`, `tokens`, `scope` the user's. Copies share the orderer; a
+    pickle loads with a new one.
     """
 
     orderer: OrdererLike

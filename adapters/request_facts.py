@@ -4,8 +4,8 @@
     later requests with all documents up to this one], "tenant": "<digest>", "cost": seconds per new token, "prefix":
     tokens before the first document, "exact": leading documents to compute exactly, "question": true}}}
 
-Each fact may be missing or null. Only the embedded engine reads the last three. vLLM's processes load this module, so
-it imports only the standard library.
+Each fact may be missing or null. Only the embedded engine reads the last three. vLLM's processes load this module: it
+imports only the standard library.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 FIELD = "kv_transfer_params"
-"""Field of a request's body, and key in the extra_args of vLLM's SamplingParams."""
+"""Field of a request's body, and of vLLM's `extra_args`."""
 FACTS = "ragorder"
 PREFIX = "prefix"
 EXACT = "exact"
 QUESTION = "question"
-"""True for a warm-up: its prompt is a system prompt (its only document) and a question whose KV is kept."""
+"""True for a warm-up of a system prompt (its only document) and a question whose KV is kept."""
 
 # Random and never sent, so that nobody can test guessed tenant names against a digest.
 _KEY = secrets.token_bytes(32)
@@ -41,7 +41,7 @@ _MAX_EXPECTED = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """Facts as read from a request. `cost`, if given, is used instead of the engine profile's."""
+    """Facts as read. `cost`, if given, replaces the engine profile's."""
 
     documents: tuple[int, ...] = ()
     tenant: str | None = None
@@ -60,7 +60,7 @@ class RequestFacts:
 
 
 def read_facts(kv_transfer_params: object) -> RequestFacts | None:
-    """Return a request's facts, or None if it has none. Raises ValueError for malformed facts."""
+    """Return the facts, or None without any. Raises ValueError for malformed ones."""
     if not isinstance(kv_transfer_params, Mapping) or kv_transfer_params.get(FACTS) is None:
         return None
     facts = kv_transfer_params[FACTS]
@@ -128,7 +128,7 @@ def with_facts(
     expected_uses: Sequence[float] = (),
     **others: Any,
 ) -> dict[str, Any]:
-    """Return the openai client's `extra_body` or vLLM's `extra_args` with facts added; facts that it has stay."""
+    """Return the openai client's `extra_body` or vLLM's `extra_args` with facts added; its own stay."""
     sent = dict(arguments)
     params = sent.get(FIELD)
     params = {} if params is None else params

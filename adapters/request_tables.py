@@ -24,16 +24,11 @@ PERMUTATION = "permutation"
 
 @dataclass(frozen=True, slots=True)
 class RequestColumns:
-    """Columns of a table with one request in each row, for Ray Data and Spark.
+    """Columns of a table with one request per row, for Ray Data and Spark (docs/batches.md).
 
-        columns = RequestColumns(scope="tenant")
-        paths = ShardPaths.of(columns.requests(sample), shards=64)
-        dealt = columns.deal(table, paths)  # each part of the batch
-        planned = columns.plan(rows_of_a_shard)  # from all parts
-
-    `documents` names the column with a row's documents, best first: lists of ids, which count as `document_tokens`
-    long, or of objects with "id" and "text" or "tokens". `scope` names the tenant's. Each method raises ValueError for
-    a missing or unreadable column.
+    `documents` names the column of documents, best first: lists of ids, each `document_tokens` long, or of objects with
+    "id" and "text" or "tokens"; `scope` names the tenant's. Methods raise ValueError for a missing or unreadable
+    column.
     """
 
     documents: str = "documents"

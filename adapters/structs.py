@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def readable_by_threads(kind: type[T]) -> type[T]:
-    """Return the struct with its fields resolved. msgspec (0.22) does so at its first use, and two threads that do it
-    at once crash or hang the process."""
+    """Return the struct with its fields resolved. msgspec (0.22) does so at its first use, and two threads at once
+    crash or hang the process."""
     msgspec.json.Decoder(kind)
     return kind

@@ -94,8 +94,7 @@ class NextTurn(Generic[D]):
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Surround the request: after an error it counts as served without numbers if the answer had begun, else as
-        discarded."""
+        """After an error, count the request as served without numbers if its answer had begun, else as discarded."""
         try:
             yield
         except BaseException:
@@ -105,7 +104,7 @@ class NextTurn(Generic[D]):
             raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """There cannot be two of one request."""
+        # There cannot be two turns of one request.
         return self
 
     def __del__(self) -> None:
@@ -117,9 +116,8 @@ class NextTurn(Generic[D]):
 class FrameworkTurns(Generic[M, D]):
     """Maker of next turns by `PromptBuilder.turn`. Thread-safe.
 
-    History is read (`read` returns a plain message) but sent as the framework's own objects. `text` and `metadata` read
-    a document, `label` cites and names it. After an error, which is counted, all documents are sent in retrieval order.
-    `no_marks` is the warning if the orderer's cache resumes only at breakpoints.
+    History is sent as the framework's own objects. `label` cites and names a document. After an error, which is
+    counted, all documents are sent in retrieval order. `no_marks` warns of a cache that resumes only at breakpoints.
     """
 
     def __init__(
@@ -262,8 +260,6 @@ class FrameworkTurns(Generic[M, D]):
 
 
 class _AsRanked:
-    """Orderer that keeps retrieval order and tracks nothing."""
-
     def order(self, documents: Iterable[Document], **_: Any) -> Ordering[Document]:
         ranked = list(documents)
         return Ordering(ranked, range(len(ranked)))

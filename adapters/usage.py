@@ -45,7 +45,7 @@ def read_usage(*reports: Any) -> ReportedUsage:
 
 
 def answers_something(choice: Any) -> bool:
-    """Return whether a streamed choice shows a computed prompt. Some servers send the role before that."""
+    """Return whether a streamed choice shows a computed prompt, as a role alone does not."""
     delta = member(choice, "delta")
     return bool(
         member(choice, "finish_reason")
@@ -59,8 +59,10 @@ def member(value: Any, name: str) -> Any:
 
 
 class AnswerLength:
-    """Mean answer length, in tokens: engines allocate blocks as they generate, so room for the longest allowed answer
-    would evict documents. Threads may lose each other's reports."""
+    """Mean answer length, in tokens: room for the longest allowed answer would evict documents.
+
+    Threads may lose each other's reports.
+    """
 
     def __init__(self) -> None:
         self._mean = RunningMean()

@@ -1,4 +1,4 @@
-"""Settings of the embedded engine, readable without torch."""
+"""Settings of the embedded engine, without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes of a model from its folder or configuration, without torch."""
+"""Sizes of a model from its files, without torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = 64
 
 
 def read_width(config: Mapping[str, Any], where: str, *names: str, default: int | None = None) -> int:
-    """Return the first of these entries. Raises ValueError, naming `where`, unless it is a positive integer."""
+    """Return the first entry present. Raises ValueError, naming `where`, unless it is a positive integer."""
     value = next((config[each] for each in names if config.get(each) is not None), default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(
@@ -29,7 +29,7 @@ def read_width(config: Mapping[str, Any], where: str, *names: str, default: int 
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """Widths of a decoder. `inner`: the width of a token's MLP, of all experts that it uses together."""
+    """`inner`: width of a token's MLP, summed over the experts that it uses."""
 
     layers: int
     hidden: int
@@ -63,8 +63,8 @@ class DecoderShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
     def workspace(self, tokens: int, itemsize: int, rows: int = ROWS) -> int:
-        """Return the most bytes of activations of a step of `tokens` tokens, `rows` of them with logits (RAGDoll 4.2):
-        hidden states twice, and the larger of attention's and the MLP's vectors. Norms and logits are in fp32."""
+        """Return the maximum bytes of a step's activations, `rows` tokens with logits (RAGDoll 4.2). Norms and logits
+        are in fp32."""
         attended = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
         states = 2 * self.hidden * (itemsize + 4)
         widest = max(2 * attended, 3 * self.inner) * itemsize
@@ -88,8 +88,8 @@ _ALIGNMENT = 512
 
 
 def model_sizes(path: Path | str, *, dtype: str | None = None, block_tokens: int = 16) -> ModelSizes:
-    """Read a model's sizes from the headers of a folder's safetensors, or compute them from a config.json. `dtype` of
-    weights and KV replaces the stored one. Raises OSError, and ValueError for other models than decoders."""
+    """Read sizes from a folder's safetensors headers, or compute them from a config.json. `dtype` replaces that of
+    weights and KV. Raises OSError, and ValueError for models other than decoders."""
     path = Path(path)
     if dtype is not None and dtype not in _ITEMSIZES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_ITEMSIZES)}")
@@ -160,7 +160,6 @@ class _Parameters:
 
 
 def _of_weights(folder: Path, layers: int, *, tied: bool) -> tuple[list[int], int, int]:
-    """Return the bytes of each layer and of all else, and the bytes of most numbers."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} has no weights (*.safetensors): give only its config.json for an estimate")

@@ -27,7 +27,7 @@ _PATIENCE_S = 120.0
 
 
 def profile_key(identity: Mapping[str, Any]) -> str:
-    """Return 24 hexadecimal digits for the JSON values that determine the times."""
+    """Return 24 hexadecimal digits of JSON values that determine times."""
     return sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -60,7 +60,7 @@ class ProfileCache:
     def find_or_measure(
         self, key: str, measure: Callable[[], PrefillProfile], *, patience_s: float = _PATIENCE_S
     ) -> PrefillProfile:
-        """Return the cached profile, or measure one; processes that start together measure once."""
+        """Find or measure a profile; processes that start together measure once."""
         found = self.find(key)
         if found is not None:
             return found

@@ -1,4 +1,4 @@
-"""Prefill and load times of few points, measured within a time budget."""
+"""Prefill and load times, measured within a time budget."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def measure_short_profile(
     facts: Mapping[str, Any] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> PrefillProfile:
-    """Measure T(cached, new), medians of up to five rounds, for prompts of at most `longest_tokens`; cached tokens are
-    whole blocks. What exceeds `budget_s` is left out: long prompts, cached prefixes, rounds."""
+    """Measure T(cached, new) as medians of up to five rounds; cached tokens are whole blocks. Leave out long prompts,
+    cached prefixes and rounds that would exceed `budget_s`."""
     start = clock()
 
     def left_s() -> float:
@@ -94,8 +94,8 @@ def measure_short_loads(
     budget_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> PrefillProfile:
-    """Add load times of `tokens` tokens per tier: medians of up to five, after a warm-up. A tier is left out if it
-    raises OSError, or if its second load would exceed `budget_s`."""
+    """Add each tier's load times, medians of up to five after a warm-up. Leave out a tier that raises OSError, or whose
+    second load would exceed `budget_s`."""
     samples: dict[str, list[float]] = {}
     end_s = clock() + budget_s
     for tier, load in load_s.items():

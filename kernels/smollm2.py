@@ -31,8 +31,8 @@ _CHECKSUMS = "SHA256SUMS"
 def smollm2(say: Callable[[str], object] | None = None) -> Path:
     """Return the folder of SmolLM2-135M-Instruct (Apache-2.0; 30 layers, 8,192 tokens of context, bfloat16).
 
-    It is converted into the user's cache, once, in about a minute, while other processes wait; a damaged folder is
-    rebuilt. `say` gets progress. Raises ImportError, ValueError for another GGUF file, OSError.
+    Convert it into the user's cache once, in about a minute, while other processes wait; rebuild a damaged folder.
+    `say` gets progress. Raises ImportError, OSError, and ValueError for another GGUF file.
     """
     folder = cache_folder() / _NAME
     if _whole(folder):

@@ -23,7 +23,7 @@ _logger = logging.getLogger("ragorder")
 
 
 class Attempt(Generic[Q, D, R]):
-    """One generation: speculations on provisional documents, and the answer, which uses one of an equal request."""
+    """One generation: speculations, and the answer, which uses one of an equal request."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class Attempt(Generic[Q, D, R]):
         admit: Callable[[], Admission | None] | None = None,
         off_engine: Callable[[Speculation[R]], object] | None = None,
     ) -> bool:
-        """Begin a speculation if worthwhile (Algorithm 2, lines 6-10). Return False to try again later. `admit` returns
-        an earlier admission, by default a new one of `load`."""
+        """Begin a speculation if worthwhile (Algorithm 2, lines 6-10). Return False to try again later. `admit` may
+        return an earlier admission."""
         trace = self._trace
         try:
             request = self._prompts.preview(question, documents)

@@ -1,4 +1,4 @@
-"""Load of the engine, for the admission of speculations."""
+"""Load of the engine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class EngineLoad:
 
         load = EngineLoad(prefill_batch(8192, prompt_tokens=2000))
 
-    Speculations are admitted while fewer than `max_prefill_bs` are pending. `reported` may return the engine's own
-    count, with other clients' requests; the larger count is used.
+    Speculations are admitted while fewer than `max_prefill_bs` are pending. `reported`: the engine's own count, with
+    other clients' requests; the larger one is used.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Admission:
         load.admitted += 1
 
     def end(self) -> None:
-        """Stop counting: it is sent now, or never. May be called again."""
+        """Stop counting it. May be called again."""
         load, self._load = self._load, None
         if load is not None:
             load.admitted -= 1

@@ -37,7 +37,7 @@ class Pipeline(Generic[Q, D, R]):
 
     - `warm_up`: prefills an uncached system prompt during retrieval (RAGCache++ 3.6)
     - `load`: enables speculation (RAGCache 5.3, Algorithm 2); answers do not change
-    - `gain`: restricts speculation to stages where it saved time in recent searches
+    - `gain`: restricts it to stages where it saved time in recent searches
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class PipelinedStream(AnswerStream[AnswerChunk]):
 
     @property
     def tbt_s(self) -> float | None:
-        """Mean seconds between the answer's tokens (RAGCache 5.4), or None if unknown or fewer than two."""
+        """Mean seconds between tokens (RAGCache 5.4), or None if unknown or fewer than two."""
         first_s, last_s = self.trace.first_token_s, self.trace.last_token_s
         tokens = (self.usage and self.usage.completion_tokens) or 0
         return None if first_s is None or last_s is None or tokens < 2 else (last_s - first_s) / (tokens - 1)

@@ -19,8 +19,7 @@ class PowerLaw:
     """Seconds of a batch of B requests: T(B) = a * B^c, with a > 0 and c >= 0.
 
         law = PowerLaw.fit([(1, 2.1), (8, 5.0), (32, 11.8)])
-        law(16)                    # seconds
-        law.learn(16, 7.9)         # a batch that has run
+        law(16)  # seconds
 
     Fitted by least squares in logarithms, with c at most 16.
     """

@@ -33,8 +33,8 @@ class AnswerChunk:
 
 
 class EngineRequest(Protocol):
-    """Equal requests are sent as equal messages. `prompt_tokens`: None if unknown. If it also has `streamed`, and that
-    is False, the answer may come in one chunk."""
+    """Equal requests are sent as equal messages. `prompt_tokens`: None if unknown. If an optional `streamed` is False,
+    the answer may come in one chunk."""
 
     @property
     def prompt_tokens(self) -> int | None: ...
@@ -55,7 +55,7 @@ class StreamingEngine(Protocol[R_contra]):
 
 
 class CommittedRequest(Protocol[R_co]):
-    """A request in flight until it is confirmed or discarded."""
+    """In flight until confirmed or discarded."""
 
     @property
     def request(self) -> R_co: ...
@@ -66,8 +66,8 @@ class CommittedRequest(Protocol[R_co]):
 
 
 class RequestBuilder(Protocol[Q_contra, D_contra, R_co]):
-    """Builds requests. For a `WorkflowServer` it may also have `lengths(question, documents)`, which returns None or a
-    function that predicts the request's `CachedLengths` at each call."""
+    """May have, for a `WorkflowServer`, `lengths(question, documents)`, which returns None or a function that predicts
+    the request's `CachedLengths` at each call."""
 
     def preview(self, question: Q_contra, documents: Sequence[D_contra], /) -> R_co: ...
 
@@ -76,7 +76,7 @@ class RequestBuilder(Protocol[Q_contra, D_contra, R_co]):
 
 @dataclass(slots=True)
 class PipelineTrace:
-    """Times of one question, in seconds from its start (None: has not happened).
+    """Times of one question, in seconds from its start (None: not yet).
 
     - `speculations` started, `refused` for lack of room, `declined` without a gain; `right`: the last one was used
     - `exposed_search_s`: search time without a generation on its result (T1 of RAGCache Table 3, else T2)

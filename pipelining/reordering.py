@@ -87,7 +87,6 @@ class CacheAwareQueue(Generic[T]):
             return candidates[0]
         for ticket in candidates:
             ticket._priority = self._priority_of(ticket)
-        # The oldest among equals.
         return max(candidates, key=attrgetter("_priority"))
 
     def take(self, chosen: Ticket[T] | None = None) -> Ticket[T]:
@@ -128,8 +127,6 @@ class CacheAwareQueue(Generic[T]):
 
 @dataclass(eq=False, slots=True)
 class _Arrival(Generic[T]):
-    """A waiting request, with a `ticket` once it is in the queue."""
-
     item: T
     lengths: Callable[[], CachedLengths] | None
     admitted: asyncio.Future[None]
@@ -162,8 +159,8 @@ class ConcurrencyLimiter(Generic[T]):
     async def slot(
         self, item: T, lengths: Callable[[], CachedLengths] | None = None, *, patient: bool = False
     ) -> AsyncIterator[None]:
-        """Hold a slot for a block, whose code before its first `await` runs before the next request is chosen. Raises
-        QueueFullError, or if `patient` waits for room, first come first served."""
+        """Hold a slot. The next request is chosen after the block's first `await`. Raises QueueFullError, or if
+        `patient` waits for room, first come first served."""
         if self.has_room:
             self.in_flight += 1
         else:

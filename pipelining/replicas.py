@@ -9,7 +9,7 @@ from ragorder.pipelining.reordering import CachedLengths
 
 # Cost of a request in flight more than the least busy replica has, as a share of the prompt.
 _BUSY = 0.08
-# Further requests after which one has half its weight.
+# Further requests per replica after which one has half its weight.
 _HALF_LIFE = 64
 # Differences in work below this many prompts have little weight.
 _FEW = 8
@@ -20,7 +20,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class ReplicaState(NamedTuple):
-    """A request's predicted lengths on a replica, and the replica's requests in flight."""
+    """A request's predicted lengths, and the replica's requests in flight."""
 
     lengths: CachedLengths
     in_flight: int
@@ -30,7 +30,7 @@ class BestReplica(Generic[K]):
     """Chooses the replica with the largest cached share of the prompt less its load.
 
     The load is 0.08 for each request in flight more than the least busy replica has, plus the share by which recently
-    computed tokens exceed the mean; a request's weight halves after 64 further ones. Not thread-safe.
+    computed tokens exceed the mean (half-life: 64 requests per replica). Not thread-safe.
     """
 
     def __init__(self) -> None:

@@ -37,8 +37,8 @@ def plain_retrieval(retrieve: Callable[[Q], Sequence[D] | Awaitable[Sequence[D]]
 def staged_retrieval(
     search: StagedSearch, embed: Callable[[Q], Any], document: Callable[[int], D], *, top_k: int
 ) -> Retrieval[Q, D]:
-    """Return a vector search in stages. `embed` returns a question's vector (or one row), and runs in a thread, as each
-    stage of a search that is not shared; `document` returns the document of an index's id."""
+    """Return a vector search in stages. `embed` returns a question's vector (or one row); it and each stage of an
+    unshared search run in a thread. `document` takes an index's id."""
 
     async def stages(question: Q) -> AsyncGenerator[Provisional[D], None]:
         vector = await asyncio.to_thread(embed, question)

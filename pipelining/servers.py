@@ -1,4 +1,4 @@
-"""Answer streams, batches, calls and cancellation of servers."""
+"""Common parts of servers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def run_batch(
     at_once: int,
     on_progress: Callable[[int], object] | None = None,
 ) -> AsyncGenerator[tuple[int, A | Exception], None]:
-    """Yield (number of the question, answer or error) as requests end, `at_once` at most running."""
+    """Yield (number of the question, answer or error) as requests end."""
     numbered = enumerate(questions)
     tasks: dict[asyncio.Task[A], int] = {}
     ended = 0
@@ -126,7 +126,7 @@ class FirstFailures:
             _logger.warning("%s failed: %s; later failures are not logged", name, type(error).__name__)
 
     def guard(self, name: str, function: Callable[..., T], *args: Any) -> T | None:
-        """Return the function's result, or None if it fails."""
+        """Return None if the function fails."""
         try:
             return function(*args)
         except Exception as error:
@@ -135,7 +135,7 @@ class FirstFailures:
 
 
 def observer_of(observers: Sequence[Callable[[T], object]], what: str) -> Callable[[T], None]:
-    """Return one observer that calls all; one that fails is logged and left out."""
+    """Return one observer for all; one that fails is logged and left out."""
     left = list(observers)
 
     def observe(observed: T) -> None:

@@ -26,7 +26,7 @@ async def counted(engine: StreamingEngine[R], request: R, load: EngineLoad | Non
 
 
 class Speculation(Generic[R]):
-    """A speculative request; `off_engine` is called once it has left the engine."""
+    """`off_engine` is called once the request has left the engine."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class SpeculationGain:
         return self._stages[stage][1].value if stage in self._stages else None
 
     def gain_s(self, stage: int, wasted_s: float, saved_s: float) -> float | None:
-        """Return the mean seconds saved, at most `saved_s`, less those that wrong ones waste; None before a search."""
+        """Return the mean seconds gained, or None before a search."""
         right, left_s = (mean.value for mean in self._stages.get(stage, (RunningMean(), RunningMean())))
         if right is None or left_s is None:
             return None

@@ -21,7 +21,7 @@ class Prefix(Protocol[Q_contra]):
         """Return whether it is cached, in computation, or too short for a block."""
 
     def prefill(self, question: Q_contra, /) -> Awaitable[None]:
-        """Prefill it; cancelling aborts the request."""
+        """Cancelling aborts the request."""
 
 
 class Warming:
@@ -33,7 +33,7 @@ class Warming:
         self._users += 1
 
     def leave(self) -> None:
-        """End a retrieval. The last one cancels the warm-up: its request computes the system prompt."""
+        """End a retrieval; the last one cancels the warm-up."""
         self._users -= 1
         if not self._users:
             self._task.cancel()
@@ -44,7 +44,7 @@ class WarmUp(Generic[Q]):
 
         pipeline = Pipeline(retrieval, prompts, engine, warm_up=WarmUp(SystemPrefix(orderer, builder, engine)))
 
-    Errors are not raised: the following request raises them itself.
+    Errors are logged, not raised.
     """
 
     def __init__(self, prefix: Prefix[Q]) -> None:
@@ -54,7 +54,7 @@ class WarmUp(Generic[Q]):
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, question: Q) -> Warming | None:
-        """Start or join a warm-up, which the caller must `leave` after retrieval. Return None if not needed."""
+        """Start or join a warm-up, which the caller must `leave` after retrieval; None if not needed."""
         try:
             scope = self._prefix.scope(question)
             warming = self._warming.get(scope)

@@ -19,9 +19,7 @@ _SEPARATOR = re.compile(r"[,;]")
 
 
 def number_label(document: Document | str, *, digits: int = 4) -> str:
-    """Return a number of `digits` digits (1 to 15) for a document or a text, from the text alone.
-
-        number_label(Document("faq-7", "Orders are shipped on the next working day."))
+    """Return a number of `digits` digits (1 to 15), from the text alone.
 
     With 4 digits, one in 200 requests for ten documents has two with the same label.
     """

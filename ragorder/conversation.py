@@ -52,8 +52,8 @@ class OrdersTurns(Protocol):
 class MessageFormat:
     """How a prompt builder writes messages.
 
-    `header` returns a document up to its text. A document is followed by one of `openings` (empty: by any text).
-    Templates add `turn_tokens` after a user's message and `closing_tokens` after an answer.
+    `header` returns a document up to its text. One of `openings` follows a document (empty: any text). Templates add
+    `turn_tokens` after a user's message, `closing_tokens` after an answer.
     """
 
     system: str
@@ -72,14 +72,14 @@ class MessageFormat:
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A question or a tool's result with its documents, at the end of a conversation.
+    """A conversation's last question or tool's result, with its documents.
 
         turn = builder.turn(question, documents, history=messages, orderer=orderer)
         answer = ask(turn.messages)
         messages = turn.confirm(answer.text, answer.cached_tokens, answer.total_tokens)
 
     - `messages`: those to send, the history's unchanged
-    - `ordering`: of the documents `new`, which are sent, in prompt order
+    - `ordering`: of the documents sent, `new`
     - `repeated`: documents named instead of sent, best first
     - `rebased`: the engine had evicted the conversation: `new` has the documents of all turns, `repeated` this turn's
     """
@@ -116,13 +116,11 @@ class Turn:
         return self._parts().openai()
 
     def bedrock(self) -> dict[str, Any]:
-        """Return arguments for `client.converse(modelId=…, **turn.bedrock())`. Raises as `anthropic` does."""
+        """Return arguments for `client.converse(modelId=…, **turn.bedrock())`. Raises as `anthropic`."""
         return self._parts().bedrock()
 
     def answered(self, answer: str | Message) -> list[dict[str, Any]]:
-        """Return the messages with their answer. Call it before `ordering.confirm`, so that later turns find the
-        answer.
-        """
+        """Return the messages with the answer, which later turns find if this is called before `ordering.confirm`."""
         said = {"role": "assistant", "content": answer} if isinstance(answer, str) else dict(answer)
         keys = message_key(self.bearer), message_key(said)
         self.ordering.set_history_keys(*keys, closing_tokens=self._closing_tokens)

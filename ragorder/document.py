@@ -32,8 +32,8 @@ class Document:
 
         Document("faq-7", "Orders are shipped on the next working day.", metadata={"source": "faq"})
 
-    `tokens` is its length in the prompt, with its header (default: estimated at four characters per token). `key`
-    identifies id *and* text.
+    `tokens`: length in the prompt, with header (default: estimated at four characters per token). `key` identifies id
+    *and* text.
     """
 
     id: str
@@ -61,9 +61,7 @@ class Document:
 
 
 def check_readable(given: Sequence[Any], wanted: Mapping[str, str]) -> None:
-    """Raise TypeError with advice if no object has one of the attributes `wanted`, given with their `Orderer`
-    arguments.
-    """
+    """Raise TypeError if no object has one of the attributes `wanted`, given with their `Orderer` arguments."""
     missing = {name: argument for name, argument in wanted.items() if not any(_has(each, name) for each in given)}
     if given and missing:
         kind = type(given[0])

@@ -1,4 +1,4 @@
-"""Quality guards: limits on how far documents move from retrieval order."""
+"""Quality guards."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Guards:
-    """Limits on the order of the documents. The default limits nothing.
+    """Limits on how far documents move from retrieval order; by default none.
 
     `keep_first` or `keep_last` top-ranked documents come first, or last with rank 1 next to the question. Of the
     others, `max_displacement` limits the distance between rank and position, `keep_groups` keeps the order within
-    groups, and `max_gain_lost` limits the share of discounted cumulative gain (Järvelin, Kekäläinen 2002; gain 1 /
-    rank) that is lost.
+    groups, and `max_gain_lost` limits the lost share of discounted cumulative gain (Järvelin, Kekäläinen 2002; gain
+    1 / rank).
     """
 
     keep_first: int = 0
@@ -36,7 +36,7 @@ class Guards:
 
 
 class RequestGuards:
-    """The allowed orders of a request's documents, by rank."""
+    """Allowed orders of a request's documents, by rank."""
 
     def __init__(self, guards: Guards, count: int, groups: Sequence[Hashable | None]) -> None:
         self._first = range(min(guards.keep_first, count))

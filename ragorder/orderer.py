@@ -1,4 +1,4 @@
-"""Orderer of retrieved documents, and its protocol for adapters."""
+"""The orderer, and its protocol for adapters."""
 
 from __future__ import annotations
 
@@ -106,17 +106,16 @@ class Orderer:
         answer = generate(question, ordering.documents)
         ordering.confirm(answer.cached_tokens)
 
-    The options are the fields of `Settings`, above all `capacity_tokens`, the size of the engine's KV cache. Documents
-    are `Document`s, or any objects with the callables `key` (content identity), `tokens` (length in the prompt) and
-    `group` (for `keep_groups`).
+    Options are the fields of `Settings`, above all `capacity_tokens`, the size of the engine's KV cache. Documents are
+    `Document`s, or objects with the callables `key` (content identity), `tokens` (length in the prompt) and `group`
+    (for `keep_groups`).
 
-    `Orderer.for_vllm` connects to a live server. By hand, `token_ids` (a document's tokens) and `prefix_ids` (those
-    before the documents; None: `lengths` has them, as `KnownTokens`) locate documents among the engine's `blocks`. A
-    scope is then the requests' `cache_salt`.
+    Without `Orderer.for_vllm`, `token_ids` (a document's tokens) and `prefix_ids` (those before the documents; None:
+    `lengths` has them, as `KnownTokens`) locate documents among a live engine's `blocks`. A scope is then the requests'
+    `cache_salt`.
 
-    Ordering raises only TypeError, for objects that are not documents. After an internal error the documents stay in
-    retrieval order and `fallbacks` counts it; `strict=True` raises it. A copy (copy, pickle, process pool) starts
-    empty.
+    Ordering raises only TypeError, for objects that are not documents. After an internal error, counted in `fallbacks`,
+    retrieval order stays; `strict=True` raises it. A copy (copy, pickle, process pool) starts empty.
     """
 
     def __init__(
@@ -174,7 +173,7 @@ class Orderer:
         api_key: str | None = None,
         **options: Unpack[OrdererOptions],
     ) -> Self:
-        """Return an orderer for the vLLM server at `base_url`, with block size and capacity from its `/metrics`.
+        """Return an orderer for a vLLM server, with block size and capacity from its `/metrics`.
 
         With `events_endpoint`, better also `replay_endpoint`, KV events keep the residency exact; this needs `builder`
         with the model's tokenizer. Each missing feature of the server is a `DegradedWarning`.
@@ -205,8 +204,8 @@ class Orderer:
     ) -> Self:
         """Return an orderer for a cloud whose cache resumes a prompt only at breakpoints of earlier prompts.
 
-        `ordering.breakpoints` has those to set (docs/clouds.md). `provider`, `model` and `ttl` ("5m", "1h") select a
-        table of rules; `rules` replace it. `builder` knows the lengths of documents and system prompt.
+        `ordering.breakpoints` has those to set (docs/clouds.md). `rules` replace those of `provider`, `model` and `ttl`
+        ("5m", "1h"). `builder` knows the lengths of documents and system prompt.
         """
         from ragorder.scope.cloud_scope import CloudCache, cloud_settings
 
@@ -282,7 +281,7 @@ class Orderer:
         - `waiting`: documents of each waiting request, next first, to order for
         - `scope` separates requests that share no prefix: model, prompt template, tenant
         - `lengths`: tokens before and after the documents
-        - `history`: the messages of a conversation (docs/conversations.md); `History()` is its first turn
+        - `history`: a conversation's messages (docs/conversations.md); `History()` for its first turn
         """
         given = list(documents)
         if history is not None and _checked(history).segments and self.settings.reuse == "fused":
@@ -314,7 +313,7 @@ class Orderer:
         scope: Hashable = None,
         history: History | None = None,
     ) -> list[D]:
-        """Return the documents in the order of `order`, without recording anything."""
+        """Return the documents in the order of `order`, recording nothing."""
         given, history = list(documents), _checked(history)
         try:
             request = self._reader.read(given)
@@ -361,7 +360,7 @@ class Orderer:
             return False
 
     def topic(self, documents: Iterable[Any], *, scope: Hashable = None) -> str | None:
-        """Count a request's documents and return their topic, a routing key (`Topics`), or None without documents."""
+        """Count a request's documents and return their topic (see `Topics`), or None without documents."""
         given = list(documents)
         try:
             if self._topics is None:
@@ -384,7 +383,7 @@ class Orderer:
     ) -> None:
         """Count a request that another process served on the same engine. Not needed with KV events.
 
-        Without the `permutation` of its ordering the documents are in prompt order.
+        Without its ordering's `permutation` the documents are in prompt order.
         """
         given = list(documents)
         try:
@@ -403,8 +402,7 @@ class Orderer:
     ) -> Batch[D]:
         """Order requests and their documents, so that requests that share documents are adjacent.
 
-        The orderings are in serving order, each with its `index` in `requests`, at most `max_wait` places late, and in
-        flight once accessed. Predicted hits are at least those of `order` for each in turn.
+        A request is at most `max_wait` places late. Predicted hits are at least those of `order` for each in turn.
         """
         given = [list(documents) for documents in requests]
         if max_wait is not None and max_wait < 0:
@@ -438,7 +436,7 @@ class Orderer:
         return Batch([step.number for step in steps], start)
 
     def fall_back(self, documents: Iterable[D], error: Exception) -> Ordering[D]:
-        """Count an adapter's error and return the documents in retrieval order. Raise the error in strict mode."""
+        """Count an adapter's error and return retrieval order; raise the error in strict mode."""
         self._report(error)
         return _unordered(list(documents))
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 D = TypeVar("D")
 
 Reuse = Literal["exact", "fused", "computed"]
-"""The engine reuses a document as part of an exact prefix, reuses a copy of it, or computes it."""
+"""The engine reuses a document in an exact prefix, reuses a copy, or computes it."""
 
 
 class Moves(NamedTuple):
@@ -27,11 +27,11 @@ class Moves(NamedTuple):
 
     reordered: bool
     cold: bool
-    """Whether any document moves although none should be cached."""
+    """Whether documents move although none should be cached."""
     best_moved: bool
     """Whether the best document is not first."""
     places: float
-    """Mean distance of a document from its retrieval rank."""
+    """Mean distance of a document from its rank."""
 
     @classmethod
     def of(cls, permutation: Sequence[int], cached_documents: int) -> Moves:
@@ -42,7 +42,7 @@ class Moves(NamedTuple):
 
 
 class RequestOutcome(NamedTuple):
-    """The end of a request, with the reported token counts."""
+    """A request's end, with reported token counts."""
 
     served: bool
     cached_tokens: float | None = None
@@ -55,7 +55,7 @@ class RequestOutcome(NamedTuple):
 
 
 class CloudOutcome(RequestOutcome):
-    """The outcome of a request to a cloud. Its cost is no item: callers unpack four."""
+    """The cost is no item: callers unpack four."""
 
     paid: Cost | None = None
 
@@ -77,11 +77,11 @@ class Ordering(Generic[D]):
     - `host_tokens`, `disk_tokens`: cached tokens to load from host memory or disk
     - `documents_end`: prompt tokens up to the end of the last document
     - `guard_cost_tokens`: cached tokens that the guards cost
-    - `index`: position of the request in its batch
+    - `index`: position of the request in the input of its batch
     - `fused`: places of reused copies (`reuse="fused"`)
     - `exact_documents`: leading documents that the engine must compute exactly
     - `fallback`: retrieval order after an internal error
-    - `cloud`: breakpoints of a request to a cloud (`Orderer.for_cloud`)
+    - `cloud`: breakpoints and cost at a cloud (`Orderer.for_cloud`)
     """
 
     documents: list[D]
@@ -143,7 +143,7 @@ class Ordering(Generic[D]):
 
     @property
     def cost(self) -> Cost | None:
-        """The prompt's cost at a cloud, else None. Predicted, and after `confirm` as reported."""
+        """The prompt's cost at a cloud: predicted, and after `confirm` as reported."""
         return self.cloud.cost if self.cloud is not None else None
 
     @property
@@ -158,9 +158,9 @@ class Ordering(Generic[D]):
         prompt_tokens: float | None = None,
         written_tokens: float | None = None,
     ) -> None:
-        """Record that the engine served the request, with the token counts that it reported.
+        """Record that the engine served the request, with its reported token counts.
 
-        `total_tokens` are prompt and answer, `written_tokens` those that a cloud wrote into its cache. Only the first
+        `total_tokens` are prompt and answer, `written_tokens` those written into a cloud's cache. Only the first
         `confirm` or `discard` counts.
         """
         cached_tokens, total_tokens = reported_count(cached_tokens), reported_count(total_tokens)
@@ -175,9 +175,7 @@ class Ordering(Generic[D]):
             self._end(outcome)
 
     def readable(self) -> None:
-        """Record the answer's first token: others can now read its entries in a cloud's cache. Optional before
-        `confirm`.
-        """
+        """Record the answer's first token: others can now read its entries in a cloud's cache. Optional."""
         if self.cloud is not None:
             self.cloud.readable()
         for twin in self.twins:
@@ -188,8 +186,7 @@ class Ordering(Generic[D]):
         self._end(RequestOutcome(False))
 
     def set_history_keys(self, message: str, answer: str = "", *, closing_tokens: int = 0) -> None:
-        """Set the keys (`Segment.key`) by which later turns find this request's message and answer. Call it before
-        `confirm`.
+        """Set the keys (`Segment.key`) by which later turns find message and answer. Call it before `confirm`.
 
         `closing_tokens`: template text after the answer.
         """
@@ -217,7 +214,7 @@ class Ordering(Generic[D]):
 
 
 class Batch(Sequence[Ordering[D]], Generic[D]):
-    """Orderings in serving order. `Ordering.index` is the request's position in the input.
+    """Orderings in serving order.
 
         for ordering in orderer.order_batch(requests):
             serve(requests[ordering.index], ordering.documents)

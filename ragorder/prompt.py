@@ -1,4 +1,4 @@
-"""Prompt builder: stable parts first, so that the prefix cache can reuse them."""
+"""Prompts with stable parts first, for the prefix cache."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ENTRY_BYTES = 400
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The tokens `start` to `end` (exclusive) of a document in the prompt."""
+    """A document's tokens in the prompt; `end` is exclusive."""
 
     id: str
     start: int
@@ -54,7 +54,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt in the formats of engines.
+    """A prompt in engines' formats.
 
     `token_ids` are exact (None without a tokenizer); engines tokenise `text` or `messages` themselves. `anthropic()`,
     `openai()` and `bedrock()` have one content part per document, with the breakpoints of `Orderer.for_cloud`.
@@ -161,13 +161,13 @@ class PromptBuilder:
         return len(self._head_ids) if self._tokenizer else estimate_tokens(self._head)
 
     def document_tokens(self, document: Document) -> int:
-        """Return the document's tokens in the prompt, including its header, for `Orderer(tokens=…)`."""
+        """Return a document's tokens in the prompt, with header, for `Orderer(tokens=…)`."""
         return self._segment(document).tokens
 
     def count_tokens(self, document: Document) -> int:
-        """Return `document_tokens` uncached, so that timing does not reveal documents seen before.
+        """Return `document_tokens` uncached, so that timing reveals no documents seen before.
 
-        Each 32,768 characters of a long text add an error of one or two tokens.
+        Each 32,768 characters of a long text add an error of 1 or 2 tokens.
         """
         tokens = self._count(self._render(document))
         return tokens + -tokens % self._align_to if self._align_to else tokens
@@ -222,16 +222,13 @@ class PromptBuilder:
     ) -> Turn:
         """Return the next turn of a conversation: the history's messages unchanged, then a new one.
 
-            turn = builder.turn("And on Sundays?", documents, history=messages, orderer=orderer)
-            messages = turn.confirm(ask(turn.messages))
-
         Documents of the first turn are ordered; later ones keep retrieval order, unless the engine holds them in
-        another. A document that the history contains unchanged is named by `reference` ({id}, {title}), unless `repeat`
-        is "send". With `tool_call_id` the message is that tool's result, without a question.
+        another. A document unchanged in the history is named by `reference` ({id}, {title}), unless `repeat` is "send".
+        With `tool_call_id` the message is that tool's result, without a question.
 
-        `rebase` has the documents of earlier turns. If the engine has evicted the conversation, and if it saves
-        computation, they and this turn's are ordered together before the first question, and named where they were;
-        store the new messages.
+        `rebase`: documents of earlier turns. If the engine has evicted the conversation, and it saves computation, they
+        and this turn's are ordered together before the first question, and named where they were; store the new
+        messages.
         """
         from ragorder.turns import make_turn
 
@@ -240,7 +237,7 @@ class PromptBuilder:
         return make_turn(self.message_format, question, documents, history, orderer, rebase=rebase, **naming, **options)
 
     def segments(self, history: Iterable[Message]) -> list[Segment]:
-        """Return the segments of a `History`. Raise as `turn` does."""
+        """Return the segments of a `History`. Raises as `turn`."""
         return segments_of(read_history(history, self.message_format)[0], self.message_format)
 
     @cached_property
@@ -311,7 +308,7 @@ class PromptBuilder:
     def keep_question(self, query: str) -> None:
         """Tokenise a question now, in any thread, so that `suffix_tokens` and `build` need not on an event loop.
 
-        Without effect if the ranking, which is not known yet, is stated beside the question.
+        Without effect with `state_ranking`.
         """
         if self._tokenizer is not None and not self._state_ranking:
             question = self._question(query, (), ())

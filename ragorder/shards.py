@@ -21,11 +21,7 @@ def plan_shards(
     key: Callable[[Any], Hashable] | None = None,
     tokens: Callable[[Any], int] | None = None,
 ) -> list[list[Ordering[D]]]:
-    """Return orderings for each of `shards` engines, in serving order, from empty caches.
-
-        for engine, orderings in zip(engines, plan_shards(requests, len(engines)), strict=True):
-            for ordering in orderings:
-                engine.serve(questions[ordering.index], ordering.documents)
+    """Return orderings for each of `shards` engines, in serving order, from empty caches (docs/batches.md).
 
     Requests that share documents are in one shard; shards have about equal tokens. `prefix_documents` and
     `cached_tokens` are shared with the request before; `confirm` and `discard` have no effect. Plan tenants separately.

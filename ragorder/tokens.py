@@ -73,7 +73,7 @@ class SegmentTokenizer:
                 yield text
 
     def frame(self, system: str) -> PromptFrame:
-        """Return the template's text around the user's turn, which it must show exactly once."""
+        """Raises ValueError unless the template shows the user's message exactly once."""
         if not getattr(self._tokenizer, "chat_template", None):
             bos = getattr(self._tokenizer, "bos_token", None) or ""
             return PromptFrame(f"{bos}{system}\n\n", "\n", system_role=True)
@@ -91,7 +91,7 @@ class SegmentTokenizer:
         return PromptFrame(before, after, system_role)
 
     def between_turns(self, system: str) -> str:
-        """Return the chat template's text between an answer and the user's next turn, or "" if unclear."""
+        """Return the template's text between an answer and the next turn, or "" if unclear."""
         if not getattr(self._tokenizer, "chat_template", None):
             return ""
         said = [PLACEHOLDER, f"{PLACEHOLDER} answered", f"{PLACEHOLDER} again"]
@@ -163,7 +163,7 @@ def _replace_all(
 
 
 def _replace(pattern: re.Pattern[str], longest: int, text: str, by: Callable[[re.Match[str]], str]) -> str | None:
-    """Do `pattern.sub` in windows, for matches of at most `longest` characters. Return None without a match."""
+    """Do `pattern.sub` in windows, for matches of at most `longest` characters; None without a match."""
     pieces: list[str] = []
     copied = start = 0
     while start < len(text):
@@ -179,7 +179,7 @@ def _replace(pattern: re.Pattern[str], longest: int, text: str, by: Callable[[re
 
 
 def split_text(text: str) -> Iterator[str]:
-    """Yield pieces of at most 32,768 characters, cut before white space if possible. A cut changes at most 2 tokens."""
+    """Yield pieces of at most 32,768 characters, cut before white space if possible."""
     start = 0
     while len(text) - start > _PIECE_CHARACTERS:
         end = start + _PIECE_CHARACTERS

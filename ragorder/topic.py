@@ -1,4 +1,4 @@
-"""Topic of documents: a routing key for requests that share documents."""
+"""Topics: routing keys for requests that share documents."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ class Topics:
         topics = Topics(secret="the same in all processes")
         topics.of(["faq-7", "faq-2"], scope="acme")  # 32 hexadecimal digits
 
-    A topic is the scope and the most popular document of a request; while it has more than `share` of all requests, the
-    next popular one is added. Popularity is compared in orders of magnitude (8 times). So topics seldom change, and
-    agree between processes with the same `secret` (default: RAGORDER_TOPIC_SECRET) that see samples of the same
-    traffic. Without the secret they reveal nothing about documents.
+    A topic is a request's scope and most popular document; while it has more than `share` of all requests, the next
+    popular one is added. Popularity is compared in steps of 8 times, so that topics seldom change, and agree between
+    processes with the same `secret` (default: RAGORDER_TOPIC_SECRET) that see samples of the same traffic. Without the
+    secret they reveal nothing about documents.
     """
 
     def __init__(self, secret: str | None = None, *, share: float = 1 / 32) -> None:
@@ -96,7 +96,7 @@ class Topics:
         self._counts = DecayedSketch()
 
     def of(self, keys: Iterable[Hashable], scope: Hashable = None) -> str | None:
-        """Count the documents with these keys and return their topic, or None without documents.
+        """Count a request's documents and return their topic, or None without documents.
 
         Keys and scopes are texts, bytes or numbers, or have the same `repr` in all processes.
         """

@@ -76,10 +76,9 @@ def rebase_messages(
     system: str,
     openings: tuple[str, ...],
 ) -> Layout | None:
-    """Return all documents `asked` for now and those of `earlier` turns in the messages, together.
+    """Put together all documents `asked` for now and those of `earlier` turns in the messages.
 
-    `system` opens the first message if it has no message of its own. One of `openings` follows each document. Returns
-    None if nothing moves, or if a document asked for would stay.
+    One of `openings` follows each document. Return None if nothing moves, or if a document asked for would stay.
     """
     first = messages[0].get("content")
     if messages[0].get("role") != "user" or not isinstance(first, str) or not first.startswith(system):
@@ -212,9 +211,7 @@ class _TurnMaker:
     messages: list[dict[str, Any]]
 
     def make(self, text: str, given: list[Document], earlier: list[Document] | None, *, names: bool) -> Turn:
-        """Make the turn from `text`, the question, and `given`, its documents. `earlier`: those of former turns, to
-        rebase.
-        """
+        """`earlier`: documents of former turns, to rebase."""
         form = self.form
         named: list[Document] = self._repeated(given) if names and self.messages else []
         held = set(map(id, named))
@@ -273,7 +270,6 @@ class _TurnMaker:
 
     @property
     def _openings(self) -> tuple[str, ...]:
-        """The texts that may directly follow a document; empty if any text may."""
         openings = (*self.form.openings, opening_of(self.reference))
         return openings if all(openings) else ()
 

@@ -10,9 +10,9 @@ from ragorder.trie.tree import Key
 
 
 class Cohorts:
-    """The last `size` requests: for each document, a bit mask of the requests that contain it (`masks`).
+    """The last `size` requests: `masks` has a bit mask of the requests that contain each document.
 
-    Old requests are dropped while there are more than `max_documents` different documents (0.3 KB each).
+    Old requests are dropped beyond `max_documents` different documents (0.3 KB each).
     """
 
     def __init__(self, size: int = 2048, max_documents: int = 16_384) -> None:

@@ -12,7 +12,7 @@ from ragorder.trie.cohorts import Cohorts
 from ragorder.trie.tree import Key
 
 HORIZON = 300
-"""Future requests that are forecast: about the time that a path stays cached."""
+"""Future requests forecast: about the time that a path stays cached."""
 
 # The latest requests do not vote: documents that they share with this one belong to a burst, or are cached already.
 _RECENT = 32
@@ -22,16 +22,16 @@ _RANKS = 64
 
 
 class ExpectedUses:
-    """Expected number of the next `HORIZON` requests that will contain all of some documents.
+    """Expected number of the next `HORIZON` requests that contain all of some documents.
 
-    That is the number of recorded requests with these documents, times the rate at which such counts came true, plus
-    the rest of the present burst.
+    That is the recorded requests with these documents, times the rate at which such counts came true, plus the rest of
+    the present burst.
     """
 
     def __init__(self, requests: int = 2048) -> None:
         self.cohorts = Cohorts(requests)
         self.voters = 0
-        """Mask of the requests that vote."""
+        """Mask of voting requests."""
         # Masks of the latest requests, after each recent request and now.
         self._latest: deque[int] = deque([0], maxlen=3 * _RECENT + 1)
         self.per_vote = 0.0
@@ -77,9 +77,7 @@ class ExpectedUses:
         ]
 
     def in_the_long_run(self, keys: Sequence[Key]) -> list[float]:
-        """Return uncalibrated uses of the first document, the first two, …: all recorded requests, and the one observed
-        last.
-        """
+        """Return uncalibrated uses of the first document, the first two, …, by all requests, the last one included."""
         cohorts, kept = self.cohorts, self.kept
         masks, votes, burst = cohorts.masks, cohorts.latest(len(cohorts)), _BURST_LENGTH * self._bursts.excess
         expected = []
@@ -105,7 +103,7 @@ class _Sample(NamedTuple):
 
 
 class _Recurrence:
-    """Rate at which requests recur: the slope of later over earlier counts, compared within one request's documents."""
+    """Rate at which requests recur: the slope of later over earlier counts within one request's documents."""
 
     # Requests after which a sample is compared, requests between two samples, and weights of the regression.
     _AHEAD = 64

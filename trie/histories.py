@@ -17,7 +17,7 @@ _KEPT_SEGMENTS = 32_768
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """An opaque part of a prompt, such as a message of a conversation.
+    """An opaque part of a prompt, such as a message.
 
         Segment(hashlib.sha256(text.encode()).hexdigest(), tokens=312)
 
@@ -47,7 +47,7 @@ class History:
 
     - `segments` precede the documents; a first turn has none
     - `question` follows them: one segment, or several of a rebased conversation
-    - `sent`: the ranks in the order in which an earlier request sent these documents, to repeat it
+    - `sent`: the ranks in an earlier request's order, to repeat it
 
     `chains`: for each segment a digest of it and all before it.
     """
@@ -81,16 +81,16 @@ class History:
 
 
 class AnswerKey(bytes):
-    """Key of an answer's node. The engine has reported where it ends, so `resize` leaves its end."""
+    """Key of an answer's node. `resize` leaves its end, which the engine has reported."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class TurnEnd:
     """A conversation's request in the tree.
 
-    Its path is the root, `history_nodes` nodes (`sizes`: how many for each segment), the documents up to place
-    `documents`, the question and later segments. Histories of later turns name this message, with its documents, by the
-    key `message` and its answer by `answer`. Template text of `closing_tokens` follows the answer.
+    Its path is the root, `history_nodes` nodes (`sizes` by segment), the documents up to place `documents`, the
+    question and later segments. Later turns name this message, with its documents, by the key `message` and its answer
+    by `answer`. Template text of `closing_tokens` follows the answer.
     """
 
     _histories: Histories
@@ -130,8 +130,6 @@ class TurnEnd:
 
 
 class _Part(NamedTuple):
-    """Keys and token lengths of consecutive nodes."""
-
     keys: list[Key]
     lengths: list[int]
 
@@ -168,8 +166,8 @@ class KnownSegments:
 class Histories:
     """Served segments of histories as nodes of a tree.
 
-    A message is stored as the nodes of its documents and its question, which other requests share; an unknown one
-    (forgotten, or served by another process) is one opaque node.
+    A message is stored as its documents and question, which other requests share; an unknown one (forgotten, or served
+    by another process) is one opaque node.
     """
 
     _numbers = count()
@@ -201,7 +199,7 @@ class Histories:
         return self._walk([*self._path(history).keys, *keys, *history.tail_keys()])
 
     def has_lost(self, history: History) -> bool:
-        """Return whether the engine has evicted the first message of a history; False if it was not served here."""
+        """Return whether the engine has evicted a history's first message; False if it was not served here."""
         part = self._known.get(self._own + history.chains[0]) if history.chains else None
         if part is None:
             return False
@@ -237,9 +235,9 @@ class Histories:
 def find_below(
     tree: KnowledgeTree, top: Node, ranks: Mapping[Key, int], budget: int, permits: Permits | None = None
 ) -> list[int]:
-    """Return the ranks on the longest held path below a node, the last used of equal ones.
+    """Return the ranks on the longest held path below `top`, the last used of equal ones.
 
-    Looks at `budget` nodes at most.
+    About `budget` nodes are examined.
     """
     if not held(top):
         return []

@@ -1,7 +1,7 @@
 """Order of a batch's requests and of their documents.
 
 Served depth first along a trie, a batch prefills every node once. So the best plan is the cheapest trie in which each
-request, as a set of documents, is a path.
+request's set of documents is a path.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _SCARCITY = 0.05
 """Price of a document that a merge leaves unshared: this share of its tokens per e-fold of its popularity."""
 
 _MOST_HOLDERS = 512
-"""Documents with more requests than this become branches, which bounds the lists of candidates."""
+"""Documents of more requests become branches, which bounds the lists of candidates."""
 
 _MOST_CANDIDATES = 1024
 """Candidates examined as partners of one cluster."""
 
 
 def plan(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int]) -> list[Planned]:
-    """Return (index of the request, its documents in order) in serving order.
+    """Return (request's index, its documents in order) in serving order.
 
-    Requests that share documents are adjacent and start with them, so an LRU cache of little more than one prompt
+    Requests that share documents are adjacent and start with them: an LRU cache of little more than one prompt
     suffices. Never worse than the given orders; near-linear.
     """
     number: dict[Key, int] = {}
@@ -61,8 +61,7 @@ def _saved_tokens(orders: Iterable[tuple[int, Sequence[Any]]], tokens: Any) -> i
 class _Trie:
     """A trie over sets of documents; leaves are the distinct requests.
 
-    A node holds *all* documents of its path. Siblings share only their parent's documents, so at most one child
-    continues with a given document (`branch`).
+    A node holds *all* documents of its path. At most one child continues with a given document (`branch`).
     """
 
     def __init__(self, leaves: Sequence[_Documents], tokens: Sequence[int]) -> None:
@@ -206,7 +205,7 @@ def _build(trie: _Trie) -> None:
 
 
 class _Clusters:
-    """Clusters of the members of `base`, merged pairwise, with the documents that members share beyond it."""
+    """The members of `base`, merged pairwise by the documents that they share beyond it."""
 
     def __init__(self, trie: _Trie, base: int, members: list[int]) -> None:
         self.trie, self.base, self.members = trie, base, members
@@ -300,7 +299,7 @@ class _Clusters:
 
 
 class CachedPath(NamedTuple):
-    """A request's best cached path: its documents, cached tokens, and time of last use."""
+    """A request's best cached path, last used at `stamp`."""
 
     keys: tuple[Key, ...]
     tokens: int

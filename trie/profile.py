@@ -30,9 +30,9 @@ class PrefillProfile:
         profile = PrefillProfile.from_file("profile.json")
         profile(cached_tokens=2048, new_tokens=512)  # seconds
 
-    Bilinear inside the grid, linear outside, never falling or negative. `loads` are seconds to load a cached token to
-    the device, by tier ("host", "disk"; the disk defaults to the host, the host to 0). Raises ValueError for an invalid
-    grid, falling times, or invalid loads.
+    Bilinear inside the grid, linear outside, never falling or negative. `loads`: seconds to load a cached token to the
+    device from "host" (default 0) and "disk" (default: as the host). Raises ValueError for an invalid grid, falling
+    times, or invalid loads.
     """
 
     cached_tokens: tuple[int, ...]
@@ -98,7 +98,7 @@ class PrefillProfile:
         facts: Mapping[str, Any] | None = None,
         loads: Mapping[str, float] | None = None,
     ) -> Self:
-        """Make a profile of measured times, pooled where noise makes them fall (isotonic, rows then columns)."""
+        """Make a profile of times, pooled where noise makes them fall (isotonic, rows then columns)."""
         _check_grid(cached_tokens, new_tokens, seconds)
         columns = [_pool(column) for column in zip(*map(_pool, seconds), strict=True)]
         # The running maximum removes rounding errors of equal means.
@@ -223,4 +223,4 @@ def _check_loads(loads: Mapping[str, float]) -> None:
 
 
 LINEAR = PrefillProfile((0,), (1,), ((50e-6,),), {"engine": "assumed, not measured"})
-"""Default without a profile: 50 µs per new token. With it PGDSF equals GDSF up to rounding."""
+"""Default without a profile; with it PGDSF equals GDSF up to rounding."""

@@ -12,10 +12,8 @@ C = TypeVar("C")
 class Registry(Generic[P]):
     """Policies of one kind, registered by their modules.
 
-        @tails.register("prefix", "only the cached prefix moves")
-        class RankTail(Tail): ...
-
-    A new policy is one new class.
+    @tails.register("prefix", "only the cached prefix moves")
+    class RankTail(Tail): ...
     """
 
     def __init__(self, kind: str) -> None:

@@ -26,10 +26,7 @@ class PrefixSearch(ABC):
 
     @abstractmethod
     def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:
-        """Return the last node of the path, or the root if no document is cached.
-
-        `ranks` maps keys to retrieval ranks, in rank order.
-        """
+        """Return the last node of the path, or the root if none is cached. `ranks` are retrieval ranks, ascending."""
 
 
 def ranks_on_path(node: Node, ranks: Mapping[Key, int]) -> list[int]:
@@ -46,10 +43,7 @@ searches: Registry[PrefixSearch] = Registry("search")
 
 @searches.register("best", "the longest cached path in tokens")
 class BestPathSearch(PrefixSearch):
-    """Depth-first search of at most `budget` nodes for the longest cached prefix in tokens; ties go to the last used.
-
-    A partly cached node ends its path.
-    """
+    """Depth-first search of at most `budget` nodes; ties go to the last used. A partly cached node ends its path."""
 
     def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:
         best = tree.root
@@ -82,9 +76,9 @@ class BestPathSearch(PrefixSearch):
 
 @searches.register("greedy", "the best-ranked cached document at each step (RAGCache++)")
 class GreedySearch(PrefixSearch):
-    """Takes the cached child with the best rank at each node, in retrieval order as Algorithm 1 says.
+    """At each node, takes the cached child with the best rank (Algorithm 1; the paper's code uses hash order).
 
-    The paper's code iterates over a `set` in hash order. Under guards at most `budget` orders are checked.
+    Under guards at most `budget` orders are checked.
     """
 
     def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:
@@ -112,9 +106,7 @@ class GreedySearch(PrefixSearch):
 
 
 class Price(Protocol):
-    """Seconds until a prompt is prefilled: RAGCache's T(cached, new) (section 5.1), and loads from host memory and
-    disk.
-    """
+    """Seconds until a prompt is prefilled: T(cached, new) of RAGCache 5.1, and loads from host memory and disk."""
 
     def __call__(self, cached_tokens: int, new_tokens: float, host_tokens: int, disk_tokens: int) -> float: ...
 
@@ -122,8 +114,8 @@ class Price(Protocol):
 class Rest(NamedTuple):
     """What a request computes and loads besides its cached path.
 
-    `new_tokens` returns the tokens to compute after a number of cached tokens. `loads`: tokens to load from host memory
-    and disk for reused documents off the path.
+    `new_tokens`: tokens to compute, by cached tokens. `loads`: tokens to load from host memory and disk, by reused
+    document off the path.
     """
 
     new_tokens: Callable[[int], float]
@@ -134,7 +126,7 @@ class Rest(NamedTuple):
 class PricedPaths:
     """Search for the cached path that saves most seconds; ties go to the longest, then the last used.
 
-    `loads` returns a node's blocks to load from host memory and from disk.
+    `loads` returns a node's blocks to load from host memory and disk.
     """
 
     budget: int

@@ -14,10 +14,10 @@ from ragorder.trie.tree import Key
 __all__ = ["PlannedRequest", "ShardPaths", "ShardRequest", "plan_in_shards", "plan_requests", "shared_documents"]
 
 _PARTS = 8
-"""Groups smaller than 1/8 of the mean shard are not split, so no shard is much larger than the mean."""
+"""Groups below 1/8 of the mean shard are not split, so no shard is much larger."""
 
 _DEEPEST = 8
-"""Maximum documents of a path: each costs a pass over all requests in large groups."""
+"""Maximum documents of a path: each costs a pass over all requests."""
 
 _LARGEST_EXPONENT = 0.6
 
@@ -34,7 +34,7 @@ class ShardRequest(NamedTuple):
 
     @classmethod
     def of(cls, names: Iterable[str], tokens: Sequence[int], scope: str | None = None) -> Self:
-        """Return a request from names of documents and tenant. Numbers have 63 bits, the same in every process."""
+        """Return a request of named documents. Numbers have 63 bits, the same in every process."""
         salt = b"" if scope is None else _digest(scope, size=blake2b.SALT_SIZE)
         taken: dict[int, None] = {}
         for name in names:
@@ -51,9 +51,9 @@ class ShardPaths:
         paths = ShardPaths.of(requests, shards=64)
         shard = paths.shard(requests[0])
 
-    Requests are grouped by tenant, then by the document by which most tokens can be shared; large groups are split by
-    the next such document, up to eight times. Groups fill shards of about equal tokens, in path order. Shared tokens
-    are estimated from what consecutive requests of a document share; counts of a sample suffice.
+    Requests are grouped by tenant, then by the document by which most tokens can be shared (estimated from a document's
+    consecutive requests; a sample suffices). Large groups are split by the next such document, up to eight times.
+    Groups fill shards of about equal tokens, in path order.
     """
 
     def __init__(self, worth: Mapping[int, float], root: _Group, shards: int) -> None:
@@ -65,7 +65,7 @@ class ShardPaths:
     def of(cls, requests: Iterable[ShardRequest], shards: int, *, most_documents: int = 1 << 23) -> Self:
         """Return the paths of these requests, which are iterated up to ten times.
 
-        Beyond `most_documents` documents the rarest are dropped while counting (Manku and Motwani 2002).
+        Beyond `most_documents` the rarest are not counted (Manku and Motwani 2002).
         """
         if shards < 1:
             raise ValueError(f"shards must be at least 1, got {shards}")
@@ -88,7 +88,7 @@ class ShardPaths:
         return path if request.scope is None else [~request.scope, *path]
 
     def shard(self, request: ShardRequest, number: int = 0) -> int:
-        """Return the request's shard, from 0. `number` spreads requests that have no further document."""
+        """Return the request's shard, from 0. `number` spreads requests without a further document."""
         group, cell = self._find(self.branch(request), number)
         return group.shards[cell]
 
@@ -150,10 +150,7 @@ class ShardPaths:
 
 
 class _Group:
-    """Requests of one path.
-
-    A large group has a child for each frequent next document, and cells for other requests. Open groups count requests.
-    """
+    """Requests of one path. A large group has a child for each frequent next document, and cells for the rest."""
 
     __slots__ = ("cells", "children", "open", "requests", "shards", "size")
 
@@ -244,7 +241,7 @@ def _cell(value: int, cells: int) -> int:
 
 
 def plan_in_shards(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int], shards: int) -> list[list[Planned]]:
-    """Return the `plan` of each shard, which may be empty, in the time and memory of the largest."""
+    """Return the `plan` of each shard, which may be empty."""
     number: dict[Key, int] = {}
     counted = [
         ShardRequest([number.setdefault(key, len(number)) for key in keys], [tokens[key] for key in keys])
@@ -270,7 +267,7 @@ class PlannedRequest(NamedTuple):
 
 
 def plan_requests(requests: Sequence[ShardRequest]) -> Iterator[PlannedRequest]:
-    """Yield the `plan` of one shard, tenant by tenant. Of different lengths of a document the last one counts."""
+    """Yield the `plan` of one shard, tenant by tenant. The last length of a document counts."""
     by_scope: dict[int | None, list[int]] = {}
     for index, request in enumerate(requests):
         by_scope.setdefault(request.scope, []).append(index)

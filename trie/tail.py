@@ -20,7 +20,7 @@ Waiting = Sequence[frozenset[Key]]
 
 
 class Tail(ABC):
-    """Orders the documents after the cached prefix for future requests. Documents are given by rank.
+    """Orders documents, given by rank, after the cached prefix for future requests.
 
         @tails.register("reversed", "the least relevant document first")
         class ReversedTail(Tail):
@@ -42,7 +42,7 @@ class Tail(ABC):
         return nullcontext()
 
     def served(self, path: Sequence[Node]) -> None:  # noqa: B027
-        """Record a request's path, from the root, that the engine has computed."""
+        """Record a path, from the root, that the engine has computed."""
 
     def expected_uses(self, keys: Sequence[Key]) -> Sequence[float]:
         """Return the expected requests with the first document, the first two, …, or nothing."""
@@ -127,8 +127,7 @@ _CHOICES = 64
 class CohortTail(Tail):
     """Places next the document that saves most tokens if future requests contain it and all documents before it.
 
-    It moves forward only if that should save `min_gain` tokens for each place: 0 moves for any gain, infinity keeps
-    rank order.
+    It moves only if that should save `min_gain` tokens for each place: 0 for any gain, infinity for rank order.
     """
 
     def __init__(self, min_gain: float = MIN_GAIN) -> None:
@@ -218,7 +217,7 @@ class FreeTail(QueueTail):
 
 @tails.register("earned", "as free, but cohort only while it saves tokens, else prefix")
 class EarnedTail(FreeTail):
-    """Uses `FreeTail` for waiting requests and while its `fallback` pays, else rank order."""
+    """`FreeTail` with a `fallback` that keeps rank order unless it pays."""
 
     fallback: GatedTail
 

@@ -23,10 +23,10 @@ class RequestedDocuments(Protocol):
 
 
 class Node:
-    """One document after a particular sequence of documents.
+    """One document after a sequence of documents.
 
-    `end` is its end in the prompt, in tokens. A KV block belongs to the node of its last token. The engine lacks the
-    last `missing` of its `blocks`; `provisional` ones are held only for requests in flight. `stamp` is the last use,
+    `end` is in tokens from the prompt's start. A KV block belongs to the node of its last token. The engine lacks the
+    last `missing` of the `blocks`; `provisional` ones are held only for requests in flight. `stamp` is the last use,
     `leases` the requests in flight.
     """
 
@@ -55,7 +55,7 @@ class Node:
 
 
 def children_among(node: Node, ranks: Mapping[Key, int]) -> Iterator[Node]:
-    """Yield the children of a node that are documents of a request."""
+    """Yield the children that are documents of a request."""
     below = node.children
     if not below:
         return iter(())
@@ -80,7 +80,7 @@ class KnowledgeTree:
         self.nodes_of: dict[Key, list[Node]] | None = {} if indexed else None
 
     def insert(self, keys: Sequence[Key], tokens: Sequence[int], order: Iterable[int]) -> list[Node]:
-        """Insert documents `keys[i]` of `tokens[i]` tokens, for i in `order`. Return their path from the root."""
+        """Insert documents `keys[i]` of `tokens[i]` tokens for i in `order`; return their path from the root."""
         block_size = self.block_size
         node = self.root
         path = [node]

@@ -1,4 +1,4 @@
-"""Checks of a server, its KV events, its prompts, and request logs."""
+"""Checks of servers, KV events, prompts and request logs."""
 
 from ragorder.adapters.doctor.case import Finding, Verdict
 from ragorder.adapters.doctor.events import Events

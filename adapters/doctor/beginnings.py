@@ -26,7 +26,7 @@ class SharedBeginning:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """First difference of a request from all earlier ones, before text that others repeat, or `at_repeated` text."""
+    """First difference of a request from all earlier ones, before repeated text (`at_repeated`: in such text)."""
 
     request: LoggedRequest
     at: int

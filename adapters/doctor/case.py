@@ -1,4 +1,4 @@
-"""Input of the rules, from a request log and a server, and their results."""
+"""Input and results of the rules on a request log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CLOCK = "strftime_now"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of a check; `advice` says what to change."""
+    """Result of a check."""
 
     check: str
     verdict: Verdict
@@ -86,14 +86,14 @@ class Case:
 
     @cached_property
     def cached_share(self) -> float:
-        """Reported share of cached prompt tokens; without reports, of those that began an earlier request."""
+        """Reported share of cached prompt tokens; without reports, the share that begins an earlier request."""
         known = [each for each in self.log.requests if each.cached_tokens is not None and each.prompt_tokens]
         if not known:
             return self.reusable(self.log.requests)
         return sum(each.cached_tokens or 0 for each in known) / sum(each.prompt_tokens or 0 for each in known)
 
     def reusable(self, requests: Sequence[LoggedRequest]) -> float:
-        """Return the share of the requests' tokens that begin an earlier one of their scope."""
+        """Return the share of tokens that begin an earlier request of the same scope."""
         shared = sum(min(self.tokens(each.characters), self.length(request)) for request, each in _with(requests))
         return min(1.0, shared / max(1, sum(map(self.length, requests))))
 
@@ -116,7 +116,7 @@ class Case:
 
     @cached_property
     def partings(self) -> list[Parting]:
-        """Those caused neither by the order of tools nor by that of a list in the system message."""
+        """Those caused neither by tools' order or set nor by a list's order in the system message."""
         return [
             each
             for each in find_partings(self.log.requests, self.beginnings, self.tokens)

@@ -73,7 +73,6 @@ def _llama_cpp(placement: PlannedPlacement, model: str, dtype: str | None) -> Se
 
 
 def _on_device(placement: PlannedPlacement) -> PlannedPlacement:
-    """Plan for an engine that keeps the KV of running requests on the device."""
     if not placement.kv_host_layers:
         return placement
     return plan_placement(placement.budgets, placement.costs, backlog=placement.backlog, host_kv=False)
@@ -95,4 +94,4 @@ COMMANDS: Mapping[str, Callable[[PlannedPlacement, str, str | None], ServingComm
     "vllm": _vllm,
     "llama.cpp": _llama_cpp,
 }
-"""By engine, from a placement, a model (folder or name) and its dtype."""
+"""From a placement, a model (folder or name) and its dtype."""

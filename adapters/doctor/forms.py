@@ -1,4 +1,4 @@
-"""Template for a log's documents: a known application's, or a learned one."""
+"""Template for a log's documents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEARN = "look at `ragorder template LOG -o app.toml`, and give the file to `rag
 
 
 def fitting_template(case: Case) -> Finding:
-    """Name the preset that finds documents in most requests, or say that a form can be learned."""
+    """Name the preset that fits most requests, or say that a form can be learned."""
     try:
         from ragorder.adapters.learning.suggestion import predict_saving, suggest
         from ragorder.adapters.proxy.bodies.presets import presets

@@ -31,8 +31,8 @@ def without_fields(requests: Iterable[LoggedRequest]) -> list[LoggedRequest]:
 
 
 def separations(requests: Sequence[LoggedRequest]) -> Iterator[tuple[LoggedRequest, int, Sequence[str]]]:
-    """Yield each request, the characters that begin an earlier one too, and the fields by which it differs from that;
-    none if one with the same fields shares half as much."""
+    """Yield each request, the characters that begin an earlier one too, and the fields that differ; none if a request
+    with the same fields shares half as much."""
     by_fields = [replace(each, scope=("\n".join(map(str, sorted(each.fields.items()))), "")) for each in requests]
     shared, own = shared_beginnings(without_fields(requests)), shared_beginnings(by_fields)
     for request, most, same in zip(requests, shared, own, strict=True):
@@ -69,7 +69,7 @@ def with_one_tools_order(requests: Sequence[LoggedRequest]) -> list[LoggedReques
 
 
 class _List(NamedTuple):
-    """Items from `start` to `end` of a text; the marks ("- ") may be empty."""
+    """Items of a text; the marks ("- ") may be empty."""
 
     start: int
     end: int
@@ -79,7 +79,7 @@ class _List(NamedTuple):
 
 def list_changes(requests: Sequence[LoggedRequest]) -> dict[int, ListChange]:
     """Return, by line, how requests differ from all earlier ones of their scope first in a list of the system message:
-    in the order of an earlier one's items, or in known items."""
+    by the order of its items, or by known items."""
     orders: defaultdict[Scope, set[tuple[str, ...]]] = defaultdict(set)
     known: defaultdict[Scope, set[str]] = defaultdict(set)
     found: dict[int, ListChange] = {}
@@ -112,7 +112,7 @@ def _sorted(request: LoggedRequest) -> str:
 
 
 def _lists(request: LoggedRequest) -> Iterator[_List]:
-    """Yield runs of at least three items with marks, and other paragraphs of three lines or more."""
+    """Yield runs of three or more marked items, or else paragraphs of three or more lines."""
     for paragraph in _PARAGRAPH.finditer(request.text, request.tools_end, request.system_end):
         start, runs = paragraph.start(), []
         for _, group in groupby(_items(paragraph.group()), key=lambda item: bool(_ITEM.match(item))):
@@ -126,7 +126,7 @@ def _lists(request: LoggedRequest) -> Iterator[_List]:
 
 
 def _items(paragraph: str) -> list[str]:
-    """Split into lines, but leave those indented below an item with it."""
+    """Lines indented below an item stay with it."""
     items: list[str] = []
     for line in paragraph.split("\n"):
         mark = _ITEM.match(items[-1]) if items else None

@@ -14,7 +14,7 @@ from ragorder.adapters.http_client import Server
 from ragorder.common.jsonl import printable
 
 PromptSample = str | Sequence[Mapping[str, Any]]
-"""A prompt as text, or as chat messages."""
+"""Text or chat messages."""
 
 _FIRST_WHAT_STAYS = (
     "put shared text first, byte for byte the same in all requests: instructions, documents, then the question"
@@ -61,7 +61,7 @@ _BEFORE, _AFTER = 14, 26
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """`kind` and `remedy` of the text that varies are "" if unknown."""
+    """`kind` and `remedy` are "" if unknown."""
 
     characters: int
     in_system: bool

@@ -1,4 +1,4 @@
-"""Checks of a log of requests."""
+"""Checks of a request log."""
 
 from __future__ import annotations
 
@@ -39,9 +39,6 @@ def examine_requests(
 ) -> list[Finding]:
     """Find why requests of a log are not cached.
 
-        for finding in examine_requests(Path("requests.jsonl"), base_url="http://host:8000"):
-            print(finding.verdict, finding.check, finding.found)
-
     The server at `base_url` gives its block size and renders chats; otherwise `block_size` and a transformers
     `tokenizer` do. For a `topic_header` it gets eight test requests. Findings quote no request. Raises JSONLinesError,
     AddressError, ImportError without ragorder[live].
@@ -70,7 +67,6 @@ def _ask(case: Case, server: Server, model: str | None) -> None:
 
 
 def _cached(case: Case, others: Sequence[Finding]) -> Finding:
-    """Blame the cache only if no other finding explains the loss."""
     requests = case.log.requests
     found = f"{len(requests):,} requests{' at the beginning of the log' if case.log.cut else ''}"
     reports = {id(each): each for each in requests if each.cached_tokens is not None and each.prompt_tokens}

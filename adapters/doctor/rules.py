@@ -253,7 +253,7 @@ def _history(case: Case) -> Finding:
 
 
 def _continued(case: Case) -> list[LoggedRequest]:
-    """Return the log's requests, each later turn with the text of the turn before."""
+    """Give each later turn the text of the turn before."""
     before = {id(turn.request): turn.before for turn in case.turns if turn.changed is not None}
     texts: dict[int, str] = {}
     for each in case.log.requests:
@@ -312,7 +312,7 @@ def _rules_of(model: str) -> CacheRules | None:
 
 
 class _Comparison(NamedTuple):
-    """Of a turn's tokens, those that the next turn loses; and whether that repeats the answer's prompt."""
+    """`answer_stays`: whether the next turn repeats the generation prompt."""
 
     lost_tokens: int
     tokens: int

@@ -1,4 +1,4 @@
-"""Checks of a server and its prompts, by test requests of random tokens."""
+"""Checks of a server, by test requests of random tokens."""
 
 from __future__ import annotations
 
@@ -89,10 +89,7 @@ def examine(
 ) -> list[Finding]:
     """Examine a server and, if given, its KV events and two sample prompts.
 
-        for finding in examine("http://host:8000"):
-            print(finding.verdict, finding.check, finding.found)
-
-    `document_marker`: the text that begins the documents in a prompt (default: guessed). Findings quote at most 40
+    `document_marker`: the text that begins a prompt's documents (default: guessed). Findings quote at most 40
     characters of each prompt. Raises ServerError for an unreachable server or a refused key, ImportError without
     ragorder[live].
     """

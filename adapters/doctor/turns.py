@@ -37,9 +37,9 @@ class Turn:
 
 
 def later_turns(requests: Sequence[LoggedRequest]) -> list[Turn]:
-    """Find requests whose turn before is in the log: the one with the same messages before the last answer, or else the
-    last whose question contains, or is part of, that before the answer. A short question must follow the same answer,
-    or be asked once."""
+    """Find requests whose turn before is in the log: one with the same messages before the last answer, else the last
+    whose question contains, or is part of, the one before the answer. A short question must follow the same answer, or
+    be asked once."""
     sent: dict[tuple[tuple[str, str], tuple[Message, ...]], LoggedRequest] = {}
     asked = _Asked(requests)
     found = []
@@ -60,7 +60,6 @@ _Key = tuple[tuple[str, str], str, str]
 
 class _Asked:
     def __init__(self, requests: Sequence[LoggedRequest]) -> None:
-        """Take all requests of the log, to know which short questions are ambiguous."""
         self._long: dict[tuple[tuple[str, str], str], LoggedRequest] = {}
         self._short: dict[_Key, LoggedRequest] = {}
         asking: defaultdict[_Key, set[tuple[Message, ...]]] = defaultdict(set)
@@ -95,7 +94,6 @@ def _question(messages: Sequence[Message]) -> str:
 
 
 def _last_answer(messages: Sequence[Message]) -> str:
-    """Return the end of the answer before the question."""
     return next((each.text[-_REACH:] for each in reversed(messages) if each.role == "assistant"), "")
 
 
@@ -110,7 +108,7 @@ def _keys(question: str) -> Iterator[str]:
 
 
 def _pieces(question: str) -> set[str]:
-    """Return short texts that may be the message's question: its first and last lines, or their ends."""
+    """Return short texts that may be the question: first and last lines, or their ends."""
     found = {question}
     for part in (question[:_REACH], question[-_REACH:]):
         starts = [match.end() for match in _BEGINS.finditer(part)]

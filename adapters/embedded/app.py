@@ -48,8 +48,8 @@ _RETRY = [(b"retry-after", b"1")]
 def make_engine_app(
     worker: EngineWorker, *, metrics: EngineMetrics | None = None, body_limit: int = BODY_LIMIT, web_pages: bool = False
 ) -> ASGIApp:
-    """Return an OpenAI-compatible application, without access control: put the proxy before it. With `web_pages` pages
-    of any origin may read its answers.
+    """Return the application, without access control: put the proxy before it. With `web_pages`, pages of any origin
+    may read its answers.
 
         app = make_engine_app(EngineWorker(TieredEngine.load("/models/llama")))
     """
@@ -140,7 +140,7 @@ class BodyEndpoint:
 
 
 def translator_of(engine: TieredEngine) -> RequestTranslator:
-    """Return a translator for one thread, with a tokenizer of its own: tokenizers are not thread-safe."""
+    """Return a translator with its own tokenizer: tokenizers are not thread-safe."""
     return RequestTranslator(
         deepcopy(engine.tokenizer),
         model_name=engine.model_name,
@@ -193,7 +193,7 @@ class _Handlers:
         updates: AsyncIterator[tuple[int, Update]],
         send: Send,
     ) -> None:
-        """Send headers with the first token, so that earlier failures have their own status."""
+        """Send headers with the first token: earlier failures have their own status."""
         completions: list[Completion] = []
         begun = False
         try:

@@ -1,4 +1,4 @@
-"""A corpus and its index beside the embedded engine, placed together within its budgets (RAGDoll)."""
+"""A corpus and its index, placed within the embedded engine's budgets (RAGDoll)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _QUESTION_TOKENS = 64
 class Library:
     """Documents of a corpus folder and their FAISS index; see `corpus_index` for `index`, `embedder` and errors.
 
-    Also raises CorpusError. `say` gets lines about what was read and built.
+    Also raises CorpusError. `say` gets progress lines.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class Library:
     ) -> tuple[EngineSettings, PlannedPlacement | None]:
         """Divide the budgets of `settings` between model and index; None without `device_bytes`.
 
-        Given settings other than the budgets are kept; without such ones of KV and steps there is a `replanner` then.
-        Raises PlacementError, OSError, ValueError.
+        Other given settings are kept; if they set neither KV nor steps, there is a `replanner` then. Raises
+        PlacementError, OSError, ValueError.
         """
         prompt = self.check_prompts(
             builder, settings.max_model_len or exact_length(load_config(model).get_text_config())
@@ -110,8 +110,8 @@ class Library:
         return prompt
 
     def retrieval(self, builder: PromptBuilder, resident: int | None) -> PartitionedRetrieval[Question, Document]:
-        """Return the search with `resident` partitions in memory (None: all). `builder` is that of the prompts: a
-        search tokenises the question and what it finds, in its thread."""
+        """Return the search with `resident` partitions in memory (None: all). It tokenises questions and documents
+        with the prompts' `builder`, in its thread."""
         partitions = len(self._sizes.partitions)
         search = PartitionedSearch(self._index, partitions, resident=partitions if resident is None else resident)
         documents = self._documents
@@ -132,7 +132,7 @@ class Library:
         return PartitionedRetrieval(search, embed, document, top_k=self.top_k)
 
     def placed(self, placement: Placement, resident: int | None) -> str:
-        """Return where layers, KV and partitions are, in words."""
+        """Say where layers, KV and partitions are."""
         weights, partitions = placement.weights, len(self._sizes.partitions)
         held = partitions if resident is None else resident
         kv = f"; the KV of {placement.kv_host_layers} layers in host memory" * (placement.kv_host_layers > 0)

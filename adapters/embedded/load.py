@@ -1,4 +1,4 @@
-"""Placement of a question server that follows its load (RAGDoll)."""
+"""Placement that follows a question server's load (RAGDoll)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _logger = logging.getLogger("ragorder.placement")
 class LoadFollower:
     """Observer of a server that moves its placement where that pays, see `Replanner`. For one event loop.
 
-    `describe` says in words where a placement puts everything, for the log.
+    `describe` returns the log's text about a placement.
     """
 
     def __init__(

@@ -85,7 +85,7 @@ class EngineMetrics:
             yield from _stream(stats.stream)
 
     def _as_vllm(self, stats: EngineStats) -> Iterator[Metric]:
-        """Yield metrics for `ragorder stats`, `ragorder doctor` and `Orderer.for_vllm`."""
+        """For `ragorder stats`, `ragorder doctor` and `Orderer.for_vllm`."""
         engine = self._worker.engine
         sizes = {
             "block_size": str(engine.block_size),

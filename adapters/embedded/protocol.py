@@ -227,7 +227,7 @@ def _no_json() -> HTTPError:
 
 
 def _read_arguments(messages: Sequence[ChatMessage]) -> None:
-    """Replace arguments of tool calls by their values. Together they have as many as an option."""
+    """The limit of an option's values holds for all arguments together."""
     counted = 0
     for place, message in enumerate(messages):
         for call in message.tool_calls:

@@ -1,4 +1,4 @@
-"""OpenAI's chat route for questions alone, whose documents the server retrieves (RAGDoll)."""
+"""OpenAI's chat route for questions, whose documents the server retrieves (RAGDoll)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from ragorder.pipelining.batching import (
 from ragorder.pipelining.reordering import QueueFullError
 
 ANSWER_TOKENS = 256
-"""Most tokens of an answer to a question that sets no limit."""
+"""Limit of an answer if the question sets none."""
 
 _PATHS = ("/v1/chat/completions", "/chat/completions")
 # A question is a text, not a prompt.
@@ -63,9 +63,9 @@ def question_server(
     follower: LoadFollower | None = None,
     most: int | None = None,
 ) -> QuestionServer:
-    """Return the server with two queues on this engine. Closing it leaves `worker`, `retrieval` and `follower` open.
+    """Return a server with two queues. Closing it leaves `worker`, `retrieval` and `follower` open.
 
-    `most`: of all placements, the most questions at once (default: of the engine now).
+    `most`: the most questions at once in any placement (default: of the engine now).
     """
     server: QuestionServer = ordered_batches(
         EmbeddedStreams(worker),
@@ -93,9 +93,9 @@ def question_routes(
     deadline_s: float | None = None,
     web_pages: bool = False,
 ) -> list[Route]:
-    """Return the routes that answer questions, for an application with access control. See `make_engine_app`.
+    """Return routes for an application with access control. See `make_engine_app`.
 
-    `deadline_s` runs from a question's arrival, and counts the time in both queues.
+    `deadline_s` runs from a question's arrival, through both queues.
     """
     answer = _Questions(server, translator, model, deadline_s).answer
     endpoint = BodyEndpoint(answer, _BODY_LIMIT, client_s, MemoryBudget(_BODIES_LIMIT))
@@ -143,7 +143,7 @@ class _Questions:
     async def _stream(
         self, question: Question, body: ChatCompletionRequest, response: _Response, arrived_s: float, send: Send
     ) -> None:
-        """Send headers with the first text, so that earlier failures have their own status."""
+        """Send headers with the first text: earlier failures have their own status."""
         begun = False
 
         async def push(*parts: Mapping[str, Any], last: bytes | None = None) -> None:

@@ -52,7 +52,7 @@ class ResponseBuilder(ABC):
         self._sent: dict[int, int] = {}
 
     def complete(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """Raises HTTPError if one of the requests failed."""
+        """Raises HTTPError if a request failed."""
         choices = []
         for index, completion in enumerate(completions):
             check(completion)

@@ -1,4 +1,4 @@
-"""The embedded engine as the engine of a pipeline or a workflow."""
+"""The embedded engine in a pipeline or workflow."""
 
 from __future__ import annotations
 
@@ -35,12 +35,11 @@ class EmbeddedStreams:
         return self._worker.unfinished
 
     def relieve(self) -> bool:
-        """Release memory of the engine, see `Relief`."""
         return self._worker.engine.relieve()
 
     def place(self, placement: object) -> int | None:
-        """Apply a `Placement` of layers and KV; ignore other objects. Return the tokens of KV on the device, or None
-        while running requests need more. Raises as `TieredEngine.place`."""
+        """Apply a `Placement`; ignore other objects. Return the tokens of KV on the device, or None while running
+        requests need more. Raises as `TieredEngine.place`."""
         engine = self._worker.engine
         if isinstance(placement, Placement):
             try:
@@ -50,7 +49,7 @@ class EmbeddedStreams:
         return engine.device_tokens
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
-        """Raises the worker's errors, TypeError or ValueError for options, messages and scopes that it cannot take."""
+        """Raises the worker's errors, TypeError or ValueError for unusable options, messages and scopes."""
         if request.token_ids is None:
             raise ValueError("the embedded engine takes token ids only: give OrderedPrompts(…, prompts='token_ids')")
         options = {name: value for name, value in request.options.items() if value is not None}

@@ -85,8 +85,8 @@ class RequestTranslator:
         return self._translated(body, [token_ids], body.top_logprobs if body.logprobs else None, limit)
 
     def question(self, content: bytes, usual_tokens: int) -> TranslatedQuestion:
-        """Read a chat that is one question, for a prompt of the server's own. `usual_tokens` of an answer are the
-        limit if the body has none."""
+        """Read a chat of one question, for the server's own prompt. `usual_tokens` limit the answer if the body does
+        not."""
         body = read_request(content, ChatCompletionRequest, self._max_model_len)
         self._check_model(body.model)
         for name in _NOT_OF_QUESTIONS:

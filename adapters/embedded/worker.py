@@ -1,4 +1,4 @@
-"""Asynchronous access to an engine in its own thread."""
+"""Asynchronous access to an engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TooManyAtOnceError(RagorderError, ValueError): ...
 
 @dataclass(eq=False, slots=True)
 class _Submission:
-    """Requests submitted together. The event loop gets None once they are accepted, then updates, or an error."""
+    """The event loop gets None once the requests are accepted, then updates, or an error."""
 
     requests: Sequence[Request]
     loop: asyncio.AbstractEventLoop
@@ -63,7 +63,7 @@ class _Submission:
 
 
 class EngineWorker:
-    """Worker that steps an engine in its own thread, with at most `max_unfinished` requests.
+    """Steps an engine in its own thread, with at most `max_unfinished` requests.
 
         async with worker.submit([request]) as updates:
             async for place, update in updates:
@@ -86,8 +86,8 @@ class EngineWorker:
 
     @asynccontextmanager
     async def submit(self, requests: Sequence[Request]) -> AsyncIterator[AsyncIterator[tuple[int, Update]]]:
-        """Submit all of these requests, or none; unfinished ones are aborted at the end of the block. Raises the
-        engine's refusal, TooManyAtOnceError, TooManyWaitingError; EngineStoppedError, also during iteration."""
+        """Submit all requests or none; unfinished ones are aborted at the end of the block. Raises the engine's
+        refusal, TooManyAtOnceError, TooManyWaitingError; EngineStoppedError, also during iteration."""
         if self.failure is not None:
             raise EngineStoppedError(self.failure)
         if len(requests) > self.max_unfinished:
@@ -111,7 +111,7 @@ class EngineWorker:
             self._commands.put(partial(self._withdraw, submission))
 
     def stats(self) -> EngineStats:
-        """Return statistics after the current step, or the previous ones if that takes longer than a second."""
+        """Return statistics after the current step or, after a second, the previous ones."""
         if self._thread.is_alive():
             answer: Future[EngineStats] = Future()
             self._commands.put(partial(self._answer_stats, answer))
@@ -149,7 +149,7 @@ class EngineWorker:
         return self.failure is None and self.engine.has_unfinished
 
     def _run_commands(self) -> bool:
-        """Wait if the engine is idle. Returns False once the worker must end."""
+        """Return False once the worker must end."""
         idle = not self._busy
         with suppress(Empty):
             while (command := self._commands.get(block=idle)) is not None:
@@ -212,7 +212,7 @@ class EngineWorker:
 
 
 def with_sizes(settings: Settings, worker: EngineWorker) -> Settings:
-    """Return the settings with the engine's kind of reuse, profile, and tiers' sizes without `capacity_tokens`."""
+    """Return the settings with the engine's reuse and profile, and its tiers' sizes if `capacity_tokens` is unset."""
     engine, cache = worker.engine, worker.stats().cache
     known: dict[str, Any] = {
         "block_size": engine.block_size,

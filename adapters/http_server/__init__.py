@@ -1,1 +1,1 @@
-"""Shared parts of the proxy's and the embedded engine's servers."""
+"""Parts of the proxy's and the embedded engine's servers."""

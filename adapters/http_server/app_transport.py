@@ -16,8 +16,7 @@ _MAX_QUEUED = 16
 
 
 class AppTransport(httpx2.AsyncBaseTransport):
-    """Calls an ASGI application and streams its responses. Closing a response, or cancelling the wait for it, cancels
-    the application."""
+    """Streams an ASGI application's responses. Closing one, or cancelling the wait for it, cancels the application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -77,7 +76,7 @@ class _Exchange(httpx2.AsyncByteStream):
 
 
 async def _nothing() -> AsyncIterator[bytes]:
-    """Wait forever: a client that disconnects cancels the application instead of sending a message."""
+    """Wait forever: a disconnect cancels the application instead of sending a message."""
     await asyncio.Event().wait()
     yield b""
 

@@ -25,14 +25,14 @@ def timed_connections(
     client_s: float, limit: int, *, probes: Collection[str] = (), encryption: ssl.SSLContext | None = None
 ) -> type[H11Protocol]:
     """Return a uvicorn protocol for at most `limit` connections; above it only the paths `probes` are answered. A
-    client has `client_s` seconds for its headers, for the rest of an answered body, and to take a piece of the answer.
-    uvicorn's own encryption would neither count nor time connections during their handshake."""
+    client has `client_s` seconds for its headers, the rest of an answered body, and to take a piece of the answer.
+    uvicorn's own encryption would neither count nor time handshakes."""
     options = {"client_s": client_s, "limit": limit, "probes": frozenset(probes), "encryption": encryption}
     return type("Connection", (TimedConnection,), {**options, "idle": OrderedDict()})
 
 
 class TimedConnection(H11Protocol):
-    """At the limit a new connection replaces the one that has been without a complete request for longest."""
+    """At the limit a new connection replaces the one longest without a complete request."""
 
     client_s: ClassVar[float]
     limit: ClassVar[int]
@@ -165,7 +165,7 @@ class TimedConnection(H11Protocol):
 
 
 class _Begun:
-    """Awaitable that takes a coroutine's first step at once, as a task with Python 3.12's `eager_start`."""
+    """Takes a coroutine's first step at once, as Python 3.12's `eager_start`."""
 
     def __init__(self, coroutine: Coroutine[Any, None, Any]) -> None:
         self._coroutine = coroutine

@@ -30,7 +30,7 @@ def is_decodable(encoding: str) -> bool:
 
 
 def check_encoding(encoding: str) -> None:
-    """Raises HTTPError for an encoding that is not decoded."""
+    """Raises HTTPError for an unsupported encoding."""
     if is_decodable(encoding):
         return
     known, package = ", ".join(_decodable()), _PACKAGES.get(encoding)
@@ -63,7 +63,7 @@ def _decodable() -> list[str]:
 
 @cache
 def _has_brotli() -> bool:
-    """Return whether brotli is installed in a version whose decoder takes a limit."""
+    """Return False also for a version whose decoder takes no limit."""
     if find_spec("brotli") is None:
         return False
     import brotli

@@ -1,4 +1,4 @@
-"""HTTP errors as JSON, and the middleware that sends them."""
+"""HTTP errors as JSON, and their middleware."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _logger = logging.getLogger("ragorder")
 
 class HTTPError(RagorderError):
     """An error that the server answers itself. `message` says what to change, without quoting a prompt; `param` names a
-    field of the body. `content` is the answer in OpenAI's format."""
+    field of the body. `content` is in OpenAI's format."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class HTTPError(RagorderError):
 
 
 class ErrorMiddleware:
-    """Outermost ASGI layer, which answers with the error. An answer that has begun is cut off instead: it must not look
-    complete. `shape(path, error)` returns the content in the format of the path's API."""
+    """Outermost ASGI layer, which answers with the error. A begun answer is cut off instead: it must not look complete.
+    `shape(path, error)` returns the content in the path's API."""
 
     def __init__(self, app: ASGIApp, shape: Callable[[str, HTTPError], dict[str, Any]] | None = None) -> None:
         self._app = app

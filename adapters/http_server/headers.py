@@ -1,4 +1,4 @@
-"""Access to headers, whose names are in lower case."""
+"""Headers, whose names are in lower case."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HOP_BY_HOP = frozenset(
 
 
 def end_to_end(headers: Iterable[tuple[bytes, bytes]], *dropped: bytes) -> Headers:
-    """Return the headers in lower case, without `dropped` and hop-by-hop ones (RFC 9110 7.6.1)."""
+    """Return headers in lower case, without `dropped` and hop-by-hop ones (RFC 9110 7.6.1)."""
     lowered = [(name.lower(), value) for name, value in headers]
     left_out = _HOP_BY_HOP.union(dropped)
     for name, value in lowered:

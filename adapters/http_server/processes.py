@@ -27,7 +27,7 @@ _ENDING_S = 5.0
 
 
 Serve = Callable[[socket.socket, Callable[[], None], Callable[[], bool]], None]
-"""Serves a listening socket, and says when it has started, until SIGTERM or until it is orphaned, which it polls."""
+"""Serves a socket until SIGTERM or until orphaned, which it polls; says when it has started."""
 
 
 class WorkerError(RagorderError):
@@ -35,12 +35,10 @@ class WorkerError(RagorderError):
 
 
 class Supervisor:
-    """Runs a serving process for each socket of a port, and replaces one that dies.
+    """Runs a serving process for each socket, and replaces one that dies.
 
-        Supervisor(listen_together("127.0.0.1", 8100, 2), serve, grace_s=30).run(on_started=say)
-
-    SIGTERM and SIGINT end all: requests in flight have `grace_s` seconds. `on_ended` gets the id of each ended process.
-    Workers are forked, so that they share the data loaded before."""
+    SIGTERM and SIGINT end all: requests in flight have `grace_s` seconds. `on_ended` gets each ended process's id.
+    Workers are forked, to share data loaded before."""
 
     def __init__(
         self,
@@ -59,7 +57,7 @@ class Supervisor:
         self._stopped = False
 
     def run(self, *, on_started: Callable[[], None] = lambda: None) -> None:
-        """Run until stopped. Raises WorkerError if a worker ends before it serves, or if five die within a minute."""
+        """Raises WorkerError if a worker ends before it serves, or five die within a minute."""
         before = {each: signal.signal(each, self._stop) for each in (signal.SIGTERM, signal.SIGINT)}
         try:
             # The first worker shows whether any can serve.
@@ -137,7 +135,7 @@ class Supervisor:
 
 
 def listen_together(host: str, port: int, count: int) -> list[socket.socket]:
-    """Return sockets of one port; the system spreads connections among them. Raises OSError."""
+    """The system spreads connections among the sockets. Raises OSError."""
     # A port shared by other sockets counts as taken as well.
     with listen(host, port) as alone:
         port = alone.getsockname()[1]

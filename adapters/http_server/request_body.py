@@ -16,7 +16,7 @@ from ragorder.errors import RagorderError
 
 
 class MemoryBudget:
-    """At most `limit` bytes for the bodies of all requests; a body that is alone may have more."""
+    """At most `limit` bytes for the bodies of all requests; one alone may have more."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -66,8 +66,8 @@ class ClientGoneError(RagorderError):
 
 
 class RequestBody:
-    """Body of at most `limit` bytes, decoded if it has an `encoding`; `share` counts the bytes kept. A client that
-    takes more than `client_s` seconds for 256 KiB gets a 408."""
+    """Body of at most `limit` bytes, decoded from `encoding`; `share` counts the bytes kept. A client that takes over
+    `client_s` seconds for 256 KiB gets a 408."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class RequestBody:
         self._declared = header(headers, b"content-length")
 
     async def read(self) -> bytes:
-        """Raises ClientGoneError, and HTTPError for two lengths and for a long, slow or damaged body."""
+        """Raises ClientGoneError, and HTTPError for two lengths or a long, slow or damaged body."""
         body = await self._received_whole()
         return body if self._encoding is None else await self._decoded(body, self._encoding)
 

@@ -1,4 +1,4 @@
-"""Serving of an ASGI application by uvicorn, and its access log."""
+"""ASGI applications on uvicorn, and their access log."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ragorder.adapters.http_server.connection import HEAD_LIMIT, timed_connectio
 
 
 class Certificate(NamedTuple):
-    """PEM files of a certificate and its key; without `key` the first one has both."""
+    """PEM files; without `key` the first one has both."""
 
     file: Path
     key: Path | None = None
 
     def context(self) -> ssl.SSLContext:
-        """Return the TLS context. Raises OSError, or ValueError without a certificate and an unencrypted key."""
+        """Raises OSError, or ValueError without a certificate and an unencrypted key."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             # Without a password OpenSSL would ask for one on the terminal.
@@ -60,7 +60,7 @@ def run_server(
     on_tick: Callable[[int], bool] = lambda count: False,
     **options: Any,
 ) -> None:
-    """Serve, with the options of `server_config`, until the process is stopped, or until `on_tick`, called ten times a
+    """Serve, with the options of `server_config`, until the process is stopped, or `on_tick`, called ten times a
     second, returns True."""
     sys.setswitchinterval(_SWITCH_S)
     try:
@@ -80,9 +80,9 @@ def server_config(
     probes: Collection[str] = (),
     certificate: Certificate | None = None,
 ) -> uvicorn.Config:
-    """Return uvicorn's configuration. After a stop requests in flight have `grace_s` seconds. `timed_connections`
-    describes the other options; its limit is `connections`. The parser is h11, as httptools accepts endless headers;
-    warnings of single requests, with which clients could fill the log, are off."""
+    """After a stop requests in flight have `grace_s` seconds. Other options are those of `timed_connections`, whose
+    limit is `connections`. The parser is h11, as httptools accepts endless headers; warnings of single requests, with
+    which clients could fill the log, are off."""
     encryption = None if certificate is None else certificate.context()
     return uvicorn.Config(
         _cancelled_quietly(app),
@@ -131,8 +131,7 @@ class _UvicornServer(uvicorn.Server):
 
 
 class _Listening(socket.socket):
-    """Listening socket that accepts a few connections at a time: asyncio would accept all that wait before the first
-    one counts against the limit."""
+    """Accepts a few connections at a time: asyncio would accept all that wait before one counts against the limit."""
 
     _accepted = 0
 
@@ -144,7 +143,7 @@ class _Listening(socket.socket):
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """Return a listening socket; if `shared`, others may listen on its port. Raises OSError."""
+    """If `shared`, other sockets may listen on the port. Raises OSError."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     made = socket.create_server(address[:2], family=family, backlog=_BACKLOG, reuse_port=shared)
     listening = _Listening(fileno=made.detach())
@@ -167,7 +166,7 @@ def is_loopback(host: str) -> bool:
 
 def most_connections() -> int:
     """Raise the limit of open files (usually 1,024) to the system's maximum. Return how many connections it allows: a
-    request takes two files, one to the client and one to the upstream server."""
+    request takes two files, to its client and upstream."""
     try:
         import resource
     except ImportError:
@@ -184,7 +183,7 @@ _LONGEST_PATH = 200
 
 
 class AccessLog:
-    """Logs method, path, status and seconds of each request; nothing of bodies, headers or query."""
+    """Logs each request's method, path, status and seconds; nothing of body, headers or query."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

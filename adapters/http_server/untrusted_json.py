@@ -13,13 +13,13 @@ import msgspec
 from ragorder.errors import RagorderError
 
 MAX_VALUES = 1 << 16
-"""Most values of a body that become Python objects: members of JSON objects and items of lists, at all depths."""
+"""Most values of a body that become Python objects: members of JSON objects and items of lists at all depths."""
 
 VALUE_BYTES = 200
-"""Most bytes that one such object takes, besides its text."""
+"""Most bytes of such an object besides its text."""
 
 NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What a decoder raises for content that it cannot read."""
+"""A decoder's errors for unreadable content."""
 
 _WINDOW = 1 << 18
 
@@ -40,7 +40,7 @@ class TooManyValuesError(RagorderError, ValueError):
 
 
 def count_values(content: bytes | msgspec.Raw, limit: int) -> int:
-    """Return an upper bound of the number of values, without decoding. Raises TooManyValuesError above `limit`."""
+    """Return an upper bound, without decoding. Raises TooManyValuesError above `limit`."""
     content = bytes(content)
     # Each value except the outermost follows a comma, or is the first of its list or object.
     quick = 1 + sum(map(content.count, (b",", b"[", b"{")))
@@ -48,7 +48,7 @@ def count_values(content: bytes | msgspec.Raw, limit: int) -> int:
 
 
 def count_outside_texts(content: bytes, limit: int) -> int:
-    """Count as `count_values`, without commas and brackets in texts (JSON strings)."""
+    """Count as `count_values`, but not in texts (JSON strings)."""
     found, texts, start, in_text = 1, 0, 0, False
     while start < len(content):
         window = content[start : start + _WINDOW]
@@ -74,7 +74,7 @@ def count_outside_texts(content: bytes, limit: int) -> int:
 
 
 class HiddenSurrogates(NamedTuple):
-    """JSON with characters that stand for lone surrogates. `form` formats their escapes, in upper or lower case."""
+    """JSON with characters for lone surrogates. `form` formats their escapes, in upper or lower case."""
 
     content: bytes
     form: bytes
@@ -84,8 +84,8 @@ class HiddenSurrogates(NamedTuple):
 
 
 def hide_surrogates(content: bytes) -> HiddenSurrogates | None:
-    """Return JSON whose lone surrogates other characters stand for, as decoders refuse them; None if there are none, or
-    more than 4,096, or if the content already has such characters."""
+    """Replace lone surrogates, which decoders refuse, by other characters; return None if there are none, or more than
+    4,096, or if the content already has such characters."""
     places = list(islice(_lone_surrogates(content), _MOST_SURROGATES + 1))
     if not 0 < len(places) <= _MOST_SURROGATES or _HIDDEN.search(content) or _HIDDEN_ESCAPED.search(content):
         return None
@@ -102,7 +102,7 @@ def replace_surrogates(content: bytes) -> bytes:
 
 
 def encode_any(value: object) -> bytes:
-    """Encode a value as JSON. Raises TypeError or ValueError if JSON cannot represent it."""
+    """Raises TypeError or ValueError if JSON cannot represent the value."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
@@ -110,7 +110,7 @@ def encode_any(value: object) -> bytes:
 
 
 def decode_any(content: bytes) -> Any:
-    """Decode JSON that `count_values` has accepted. Raises ValueError for invalid JSON."""
+    """Decode what `count_values` has accepted. Raises ValueError for invalid JSON."""
     try:
         return msgspec.json.decode(content)
     except msgspec.DecodeError:

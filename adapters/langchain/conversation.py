@@ -98,7 +98,7 @@ class Prepared:
 
 
 class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
-    """`found` returns the documents of a tool's result; with `parts` contents keep their parts."""
+    """With `parts` contents keep their parts."""
 
     def __init__(
         self,
@@ -118,10 +118,10 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
     def prepare(
         self, messages: Sequence[BaseMessage], documents: Sequence[Document] | None, *request: Any, sent_before: int = 0
     ) -> Prepared:
-        """Prepare a request's messages. Never raises.
+        """Prepare a request. Never raises.
 
-        Those after the last answer, and after the first `sent_before`, are new: the question gets the `documents`
-        (None: unchanged), and with `repeat="name"` tool results name documents of earlier messages.
+        Messages after the last answer, and after the first `sent_before`, are new: the question gets the `documents`
+        (None: unchanged), and with `repeat="name"` tool results name earlier documents.
         """
         sent = list(messages)
         answers = (place for place, message in enumerate(sent) if isinstance(message, AIMessage))

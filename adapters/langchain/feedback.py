@@ -35,10 +35,10 @@ class FeedbackHandler(BaseCallbackHandler):
         chain.invoke(question, config={"callbacks": [FeedbackHandler()]})  # the outermost call
 
     - An ordering is confirmed with the usage of the first LLM call whose prompt has its documents' texts in order.
-    - Without such a call, the only call served after it counts; with several or none, there are no numbers.
+    - Without such a call, the only call served after it counts; several or none give no numbers.
     - If that call failed, the next with the same documents counts; otherwise the ordering is discarded.
     - A stream that ends early after its first token counts as served, without numbers.
-    - Streams need `ChatOpenAI(stream_usage=True)` to report usage; without it the orderer is degraded.
+    - Streams need `ChatOpenAI(stream_usage=True)`; without it the orderer is degraded.
 
     Never raises; keeps and logs nothing of a prompt. Follows at most `max_runs` runs.
     """

@@ -11,7 +11,6 @@ from langchain_core.messages import BaseMessage, SystemMessage
 from ragorder.adapters.turns import NextTurn
 
 Marks = bool | Literal["anthropic", "bedrock", "openai"]
-"""Chat model: ChatAnthropic (True), ChatBedrockConverse or ChatOpenAI."""
 
 
 def checked_marks(marks: Marks) -> str:
@@ -64,8 +63,8 @@ def content_parts(
     mark_key: str | None = None,
     show: Callable[[Document], str] = _text,
 ) -> list[dict[str, Any]]:
-    """Return a HumanMessage's content: a part for each document, by `show`, then the question. Breakpoints that a
-    `CacheOrderRetriever` has set under `mark_key` become cache_control (Anthropic, Bedrock).
+    """Return a HumanMessage's content: a part for each document, by `show`, then the question. A
+    `CacheOrderRetriever`'s breakpoints under `mark_key` become cache_control (Anthropic, Bedrock).
 
         documents = CacheOrderRetriever(retriever=retriever, orderer=orderer, mark_key="mark").invoke(question)
         model.invoke([HumanMessage(content_parts(documents, question, mark_key="mark"))])

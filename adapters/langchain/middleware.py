@@ -37,13 +37,12 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
 
         agent = create_agent(model, [search], middleware=[CacheOrderMiddleware(orderer, repeat="name")])
 
-    - `retriever`: documents for each user question, placed after the history and before the question.
-    - `repeat="name"`: a tool's documents that earlier messages have are named instead of sent again: a message with all
-      of its documents whole is rewritten before its first use and in the agent's state. By default all results stay as
-      the tools wrote them.
-    - `documents`: the documents of a tool's message (default: its artifact, as `create_retriever_tool(…,
+    - `retriever`: documents for each user question, between history and question.
+    - `repeat="name"`: a tool's documents that earlier messages have are only named: a message with all of its documents
+      whole is rewritten before its first use and in the agent's state. By default results stay as the tools wrote them.
+    - `documents`: those of a tool's message (default: its artifact, as `create_retriever_tool(…,
       response_format="content_and_artifact")` makes it).
-    - `builder`: writes documents. Give it the agent's system prompt, whose length counts.
+    - `builder`: give it the agent's system prompt, whose length counts.
     - `scope`: the tenant, or a function of the ModelRequest.
     - `reference`, `label`, `marks`: as for `CacheOrderTurn`; breakpoints are not in the agent's state.
 

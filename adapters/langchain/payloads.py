@@ -27,7 +27,7 @@ def text_of(message: BaseMessage) -> str:
 
 
 def is_other(part: Any) -> bool:
-    """Return whether a part of a message's content is no text."""
+    """Return whether a content part is no text."""
     return isinstance(part, Mapping) and part.get("type", "text") != "text"
 
 
@@ -43,7 +43,7 @@ def is_token(token: Any, chunk: Any) -> bool:
 
 
 def response_usage(response: LLMResult, alone: bool) -> ReportedUsage | None:
-    """Return None if LangChain's own cache answered. Batch sums count only for a call `alone`."""
+    """Return None if LangChain's own cache answered. A batch's sums count only for a call `alone` in it."""
     generation = next(iter(response.generations[0] if response.generations else ()), None)
     places = getattr(generation, "generation_info", None), response.llm_output if alone else None
     return message_usage(getattr(generation, "message", None), *places)

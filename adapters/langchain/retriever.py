@@ -38,7 +38,7 @@ _PART = re.compile(r"retriever_\d+")
 
 
 class CacheOrderModel(BaseModel):
-    """Common fields. A deep or pickled copy has a new orderer with the same settings."""
+    """Common fields. Deep and pickled copies have a new orderer."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -156,9 +156,8 @@ class CacheOrderRetriever(CacheOrderModel, BaseRetriever):
 
         retriever = CacheOrderRetriever(retriever=store.as_retriever(), orderer=orderer, k=5)
 
-    `retriever` is a BaseRetriever or any Runnable from a question to documents. Wrap the outermost one: inside another
-    this class orders nothing and degrades its orderer. A chain that takes a mapping becomes `retriever |
-    CacheOrderTransformer(…)`.
+    Wrap the outermost retriever: inside another this class orders nothing and degrades its orderer. A chain that takes
+    a mapping becomes `retriever | CacheOrderTransformer(…)`.
 
     - `k`: the most documents; `invoke(question, k=3)` passes k on.
     - `key`: a document's identity besides its text (default: its id). Not its source, which chunks share.

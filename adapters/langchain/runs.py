@@ -23,8 +23,7 @@ _NO_NUMBERS = ReportedUsage()
 
 @dataclass(eq=False, slots=True)
 class _LLMCall:
-    """`claimed`: orderings whose documents the prompt has, in its order; without any, `unclaimed` are all pending
-    ones. `alone`: not part of a batch."""
+    """`claimed`: orderings whose documents the prompt has, in its order; without any, `unclaimed` are all pending."""
 
     number: int
     path: Path
@@ -36,8 +35,7 @@ class _LLMCall:
 
 @dataclass(eq=False, slots=True)
 class _PendingOrdering:
-    """`calls`: claiming calls in progress; `answer`: number and usage of a finished one; `others`: the same of at most
-    two served calls without any ordering's documents."""
+    """`calls`: those in progress; `others`: at most two served calls without any ordering's documents."""
 
     ordering: Ordering[Any]
     texts: Sequence[str]
@@ -123,7 +121,7 @@ class Runs:
 
     @_in_turn
     def answered(self, run: UUID, read: Callable[[bool], ReportedUsage | None]) -> None:
-        """`read`: from whether the call was alone to its usage (None: no engine answered)."""
+        """`read(alone)` returns the call's usage (None: no engine answered)."""
         root = self.roots.get(run)
         if root is None or run not in root.calls:
             return
@@ -143,8 +141,7 @@ class Runs:
         self._close(run, failed)
 
     def _one_by_one(self, call: Callable[[], object]) -> None:
-        """Run a call after those before it, in the thread of a running one. A lock would deadlock: a finaliser may
-        interrupt a call in the thread that holds it."""
+        """Run a call after those before it, without waiting for a lock: a finaliser may interrupt its holder."""
         self._calls.append(call)
         failure: Exception | None = None
         # Checked again after the release: calls that arrived meanwhile were left to this thread.
@@ -177,6 +174,7 @@ class Runs:
                 if run in call.path:
                     # Its end was not reported: its computed prompt stays cached.
                     self._finish(root, name, _NO_NUMBERS if call.computed or not failed else None)
+            # By call, the number of orderings for which it is the only candidate.
             sole = Counter(each.others[0][0] for each in root.waiting if len(each.others) == 1)
             for waiting in [waiting for waiting in root.waiting if run in waiting.path]:
                 self._conclude(root, waiting, failed, sole)
@@ -203,7 +201,6 @@ class Runs:
                 waiting.others.append((call.number, usage))
 
     def _conclude(self, root: _OutermostRun, waiting: _PendingOrdering, failed: bool, sole: dict[int, int]) -> None:
-        """`sole`: by call, the number of orderings for which it is the only candidate."""
         root.waiting.remove(waiting)
         self.waiting -= 1
         usage: ReportedUsage | None = _NO_NUMBERS
@@ -220,8 +217,7 @@ class Runs:
 
 
 def _claims(waiting: list[_PendingOrdering], path: Path, prompt: str) -> list[_PendingOrdering]:
-    """Return the orderings whose documents are in a call's prompt, in prompt order. Only those nearest to the call
-    count; of overlapping ones the longest, then one without another call, then the earliest."""
+    """Return the orderings nearest to a call whose documents its prompt has, in prompt order, without overlaps."""
     found = [(_shared(other.path, path), other, span) for other in waiting if (span := _span(other.texts, prompt))]
     nearest = max((shared for shared, *_ in found), default=0)
     found = [match for match in found if match[0] == nearest]

@@ -31,8 +31,6 @@ from ragorder.prompt import PromptBuilder
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """`stored`: messages for the application to store; `arguments`: the model's, for its breakpoints."""
-
     request: Prepared
     messages: list[BaseMessage]
     stored: list[BaseMessage]
@@ -47,14 +45,14 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
         result = chain.invoke({"input": question, "chat_history": history})
         history += result["messages"]
 
-    The input has `context`, the retrieved documents, and either `input` and `chat_history`, or `messages` that end with
-    the question (a LangGraph node). The result has `messages`, to be stored unchanged; `answer`, the last of them; and
+    The input has `context`, the documents, and either `input` and `chat_history`, or `messages` that end with the
+    question (a LangGraph node). The result has `messages`, to store unchanged; `answer`, the last of them; and
     `sources`, the documents.
 
-    - `model`: a chat model, whose usage reports cached tokens without a `FeedbackHandler`.
-    - `builder`: writes the prompt. Its system prompt comes first, if the history has none.
+    - `model`: a chat model; it needs no `FeedbackHandler`.
+    - `builder`: its system prompt comes first, if the history has none.
     - `repeat`, `reference`: as for `PromptBuilder.turn`.
-    - `label`: the label that cites and names a Document (default: `number_label` of its text).
+    - `label`: cites and names a Document (default: `number_label` of its text).
     - `scope`: the tenant, or a function of the input. A string is the `cache_salt`.
     - `marks`: send a cloud orderer's cache breakpoints: True for ChatAnthropic, "openai" for ChatOpenAI, "bedrock" for
       ChatBedrockConverse.
@@ -87,7 +85,7 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
         return self._turns.label(document)
 
     def questions(self, messages: Sequence[BaseMessage]) -> list[BaseMessage]:
-        """Return a history without documents, for the prompt that rephrases a question."""
+        """Return a history without documents, for rephrasing a question."""
         return self._turns.questions(messages)
 
     def invoke(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> dict[str, Any]:
@@ -188,7 +186,6 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
 
 
 def _read(input: Mapping[str, Any]) -> tuple[list[BaseMessage], int | None]:
-    """Return the messages, and the length of the history if it is apart."""
     if "messages" in input:
         return convert_to_messages(input["messages"]), None
     question = input["input"]

@@ -1,4 +1,4 @@
-"""Neighbours of a separator in prompts, as evidence that it separates documents."""
+"""Evidence that a separator in prompts separates documents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ MARKED = 5
 """Distinct marks of a separator that hardly occurs inside a document."""
 
 CONTEXT = 90
-"""Characters before or after a boundary that identify a text."""
 
 ANCHOR = re.compile(r"[^\W\d_]{6,}")
 KEY = 20
@@ -31,11 +30,11 @@ class Boundary(NamedTuple):
 
 
 class Evidence:
-    """Proof that a separator is between documents.
+    """Neighbours of a separator in texts.
 
     A boundary is proven if the text before it had two different successors, and the text after it two different
-    predecessors: a running header or a licence has many neighbours on one side. Texts are identified by their next 90
-    characters, which may reach into the neighbour; neighbours are compared up to the next separator.
+    predecessors: a running header or a licence has many neighbours on one side only. Texts are identified by their next
+    90 characters, which may reach into the neighbour; neighbours are compared up to the next separator.
     """
 
     def __init__(self, separator: str, texts: Iterable[str]) -> None:
@@ -93,7 +92,7 @@ class Evidence:
         return self._proves(boundary.before, boundary.after)
 
     def is_inner(self, boundary: Boundary) -> bool:
-        """Return whether both sides were always together while their neighbours varied: both may be of one document."""
+        """Return whether both sides were always together while their neighbours varied."""
         before, after = boundary.before, boundary.after
         if self._is_varied(before) or self._predecessor.get(after) is True:
             return False
@@ -112,8 +111,8 @@ class Evidence:
         return any(self._proves(before, after) for after in afters)
 
     def accepts(self, boundary: Boundary) -> bool:
-        """Return whether both sides are known, or, unless the separator is weak, one is known and the other new. A
-        chunk may begin inside another one, so one known side proves nothing at a weak separator."""
+        """Return whether both sides are known, or one is known and the other new; at a weak separator, where a chunk
+        may begin inside another one, both must be known."""
         ends, begins = self.ends(boundary.before), self.begins(boundary.after)
         if (ends and begins) or self.is_weak:
             return ends and begins

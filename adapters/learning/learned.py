@@ -43,8 +43,8 @@ class Found:
 class LearnedTemplate:
     """Documents after `head`, separated by `separator`, before `tail`, in which `NUMBER` stands for digits.
 
-    The separator's first `footer` characters belong to the document before it, because the tail begins with them; those
-    from `header` on belong to the next document, because the head ends with them.
+    The separator's first `footer` characters, with which the tail begins too, belong to the document before; those from
+    `header` on, with which the head ends, belong to the next.
     """
 
     def __init__(self, head: str, separator: str, tail: str, evidence: Evidence) -> None:
@@ -55,7 +55,7 @@ class LearnedTemplate:
         self.kinds = [BY_PLACE for _ in self.numbers]
         self.first = 1
         self.is_counted = False
-        """Whether the numbers of each text were in sequence: then they prove also a weak separator."""
+        """Whether each text's numbers were in sequence: then they prove even a weak separator."""
         self.footer = len(shared_beginning(separator, tail))
         self.header = len(separator) - len(shared_beginning(separator[::-1], head[::-1]))
         self.cut = (len(separator), 0)
@@ -137,7 +137,7 @@ class LearnedTemplate:
         return boundaries or "no proven boundary"
 
     def _is_crossed(self, text: str, start: int, end: int) -> bool:
-        """Return whether known documents end and begin inside this one."""
+        """Whether known documents end and begin inside this one."""
         evidence = self.evidence
         for word in ANCHOR.finditer(text, start + CONTEXT, end):
             for offset, key in evidence.anchors.get(text[word.start() : word.start() + KEY], ()):

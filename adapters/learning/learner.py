@@ -1,4 +1,4 @@
-"""The learner of an application's form of documents."""
+"""The learner of a template."""
 
 from __future__ import annotations
 
@@ -37,12 +37,7 @@ _FEWEST = 6
 
 
 class TemplateLearner:
-    """Learns head, separator and tail of the documents in an application's prompts.
-
-        learner = TemplateLearner()
-        for texts in requests:  # of a request's messages
-            learner.add(texts)
-        template = learner.learn()  # a LearnedTemplate, or why there is none
+    """Learns head, separator and tail of the documents in prompts.
 
     The longest repeats around two neighbouring documents overlap in the separator. A form is refused if the order never
     varies in a circle (A before B before C before A), and for lists that grow (a history) or are sorted by a number (a
@@ -66,6 +61,7 @@ class TemplateLearner:
             self._digits.append(DigitText(raw))
 
     def learn(self) -> LearnedTemplate | str:
+        """Return the template, or why there is none."""
         self._texts = [each.text for each in self._digits]
         overlaps = self._overlaps()
         if len(overlaps) < _FEWEST:
@@ -108,12 +104,12 @@ class TemplateLearner:
         return found
 
     def _repeat(self, text: str, at: int, number: int, place: int) -> tuple[int, int]:
-        """Return begin and end of the text around a place that is the same around another prompt's `place`."""
+        """Return begin and end of the text around `at` that is also around the other prompt's `place`."""
         other = self._texts[number]
         return at - agreement(text, at, other, place, backwards=True), at + agreement(text, at, other, place)
 
     def _separator(self, overlaps: Sequence[str]) -> Evidence | str:
-        """Return the evidence for the separator with most proven boundaries, the longest of about equals."""
+        """Choose the separator with most proven boundaries, the longest of about equals."""
         some = overlaps[:: max(1, len(overlaps) // 70)][:90]
         commons: set[str] = set()
         for one, other in (pair for gap in (1, 2, 5) for pair in zip(some, some[gap:], strict=False)):
@@ -160,8 +156,7 @@ class TemplateLearner:
         return pairs
 
     def _extended(self, separator: str) -> str:
-        """Return the separator extended by what stands before nearly all separators but a prompt's first, and after
-        nearly all but its last."""
+        """Extend by what is before nearly all separators but a prompt's first, and after nearly all but its last."""
         evidence = Evidence(separator, self._texts)
         rows = [(text, _firm(evidence, text)) for text in self._texts]
         for step in (-1, 1):
@@ -226,7 +221,6 @@ class TemplateLearner:
         return best
 
     def _checked(self, template: LearnedTemplate) -> LearnedTemplate | str:
-        """Return the template with its kinds of numbers, or why it must not be used."""
         seen: list[_Seen] = []
         for digits in self._digits:
             region = template.region(digits.text)
@@ -309,7 +303,6 @@ def _number(template: LearnedTemplate, seen: Sequence[_Seen]) -> str | None:
 
 
 def _varies(template: LearnedTemplate, seen: Sequence[_Seen]) -> bool:
-    """Return whether at least four documents are in a circle of orders."""
     evidence = template.evidence
     orders = []
     for digits, start, end in seen:
@@ -331,7 +324,7 @@ def _circle(orders: Iterable[Sequence[Hashable]]) -> set[Hashable]:
 
 
 def _are_stable(units: Sequence[str], is_marked: bool) -> bool:
-    """Return whether documents with the same beginning, or the same end, are the same."""
+    """Return whether documents with the same beginning or end are the same."""
     long, most = (200, 0.06) if is_marked else (100, 0.03)
     for cut in (slice(None, long), slice(-long, None)):
         wholes: defaultdict[int, list[int]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Learning a template in a running proxy, from forwarded prompts."""
+"""Learning in a running proxy, from forwarded prompts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ragorder.orderer import OrdererLike
 _logger = logging.getLogger("ragorder")
 
 _FEWEST, _MOST = 100, 300
-"""Fewest and most requests to learn a form from."""
+"""Requests to learn a form from."""
 _SHORTEST, _LONGEST = 200, 1 << 16
-"""Characters of a text that is kept for it."""
+"""Characters of a kept text."""
 _MOST_CHARACTERS = 1 << 22
 _TENANTS = 8
 _CAPACITY_TOKENS = 131_072
@@ -38,14 +38,14 @@ _FOUND = (
 
 
 class ShadowLearner:
-    """Learns an application's template from requests whose documents no template finds; orders nothing. Thread-safe.
+    """Learns a template from requests whose documents no template finds; orders nothing. Thread-safe.
 
     Keeps a window of at most 300 requests a tenant, 4 million characters in all, until a thread learns a form from it,
     in at most 1 ms of processor time a request on average. The form is confirmed if a later window (another tenant's,
     if there are any) gives the same, and if it saves 2 % of the prefill. It is dropped if three in a row do not.
 
-    For a confirmed form `on_learned` gets the tokens up to the last document, those cached in ragorder's order and in
-    retrieval order, and the number of requests; `warn` gets a sentence once.
+    For a confirmed form `on_learned` gets the fields of its `Saving` and the number of requests; `warn` gets a sentence
+    once.
     """
 
     def __init__(
@@ -154,7 +154,6 @@ def _length(texts: Sequence[str]) -> int:
 
 
 def _agree(one: DocumentTemplate, other: DocumentTemplate, requests: Sequence[Sequence[str]]) -> bool:
-    """Return whether both find the same documents in nearly all texts where one finds any."""
     runs = [(one.find(text), other.find(text)) for texts in requests for text in texts]
     found = [
         a is not None and b is not None and a.pieces == b.pieces for a, b in runs if a is not None or b is not None

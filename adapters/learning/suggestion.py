@@ -49,7 +49,7 @@ class Saving:
 class Suggestion:
     """A template learned from `seen` requests; it `fits` some of them.
 
-    `doubts` are reasons to look at the `examples` before use, `refused` the reason why it must not be used live.
+    `doubts`: reasons to look at the `examples` before use; `refused`: why it must not be used live.
     """
 
     form: str
@@ -77,8 +77,8 @@ class Suggestion:
 
 
 def suggest(requests: Sequence[Sequence[str]], capacity_tokens: int) -> Suggestion | str:
-    """Return a template for the texts of requests' messages, learned from the first 300, or why there is none. The
-    saving is that of all of them with a cache of `capacity_tokens`."""
+    """Return a template for the texts of requests' messages, learned from the first 300, or why there is none. Its
+    saving is that of all requests, with a cache of `capacity_tokens`."""
     learner = TemplateLearner()
     for texts in requests[:_MOST_REQUESTS]:
         learner.add(texts)
@@ -123,7 +123,7 @@ def predict_saving(
 
 
 def _names(template: DocumentTemplate) -> Callable[[str], str]:
-    """Return what identifies a document: its text without a number that stays at its place."""
+    """A number by place does not identify a document."""
     return (lambda document: template.split(document).rest) if template.shows_number else str
 
 
@@ -187,7 +187,7 @@ def _written(learned: LearnedTemplate) -> list[Suggestion]:
 
 
 class _Shown:
-    """Writes a part of a separator as a form: numbers become {n}, or one {id} and else {*}."""
+    """Writes a part of a separator: numbers become {n}, or one {id} and else {*}."""
 
     def __init__(self, learned: LearnedTemplate) -> None:
         self._text = learned.separator
@@ -242,7 +242,7 @@ def _doubts(
 
 
 def _torn(learned: LearnedTemplate, template: DocumentTemplate, requests: Sequence[Sequence[str]]) -> int:
-    """Return how many requests the template divides where there is no boundary, or inside what was always together."""
+    """Count texts that the template divides where there is no boundary, or inside what was always together."""
     torn = 0
     for text in (text for texts in requests for text in texts):
         digits = DigitText(text)

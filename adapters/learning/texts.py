@@ -7,14 +7,14 @@ from bisect import bisect_left
 
 START, END, NUMBER = "\x02", "\x03", "\x01"
 CONTROL = re.compile("[\x01-\x03]")
-"""Characters that a text must not have, because they are our marks."""
+"""Our marks, which a text must not have."""
 
 _DIGITS = re.compile(r"[0-9]+")
 
 
 class DigitText:
-    """`text` is `raw` between START and END, with NUMBER for each run of digits, so that scores and dates, which change
-    from request to request, do not end a repeat."""
+    """`text` is `raw` between START and END, with NUMBER for each run of digits, so that changing scores and dates do
+    not end a repeat."""
 
     def __init__(self, raw: str) -> None:
         self.raw = raw
@@ -68,10 +68,10 @@ def places(text: str, mark: str, start: int = 0, end: int | None = None) -> list
 
 
 def distinct_marks(text: str) -> int:
-    """Return the number of different characters besides white space and digits: documents hardly have many in a row."""
+    """Return the number of different characters besides white space and digits."""
     return len({character for character in text if not character.isspace() and character != NUMBER})
 
 
 def is_visible(text: str) -> bool:
-    """Return whether a text may separate documents: it has a line break, or more than two marks."""
+    """Return whether a text may separate documents."""
     return "\n" in text or sum(not each.isalnum() and not each.isspace() and each != NUMBER for each in text) > 2

@@ -75,14 +75,14 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
     contents. Thread-safe.
 
     - `template` finds documents in messages; those in a field "ragorder" need none (docs/proxy.md)
-    - `repeated` as for the proxy's `make_app`; so are a client's own breakpoints
+    - `repeated` and a client's own breakpoints: as for the proxy's `make_app`
     - `scope` returns the tenant (None is one, too) of LiteLLM's `UserAPIKeyAuth`, instead of a client's "cache_salt" or
       "ragorder.scope"; tenants share no order
     - `marks` sets cache_control after documents for Anthropic's models, and needs an orderer with `feedback=False`
     - `clouds` order requests for their models instead, and set breakpoints by their rules
 
-    A "ragorder" that is malformed, on another route, or in an unreadable request is a litellm.BadRequestError that
-    names the field. After any other failure the request is sent unchanged, and the orderer is degraded.
+    A "ragorder" that is malformed, on another route, or in an unreadable request raises litellm.BadRequestError. After
+    other failures the request is sent unchanged, and the orderer is degraded.
     """
 
     def __init__(
@@ -160,7 +160,6 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
     async def async_post_call_streaming_iterator_hook(
         self, user_api_key_dict: Any, response: Any, request_data: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
-        """Note the first token, from which on other requests can reuse this prefix."""
         sent = self._pending.get(_name_in(request_data))
         async for chunk in response:
             if sent is not None and _answers(chunk):
@@ -225,7 +224,7 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
 
 
 def _messages_of(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the messages of a request in Gemini's API; none if the API would refuse it."""
+    """Return no messages for a request that Gemini's API would refuse."""
     try:
         said = [(_GEMINI_ROLES.get(each.get("role"), "user"), each["parts"]) for each in data["contents"]]
         given = [("system", data[name]["parts"]) for name in _INSTRUCTIONS if data.get(name)]

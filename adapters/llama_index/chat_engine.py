@@ -43,7 +43,7 @@ class _Asked:
 
 
 async def _awaited(memory: BaseMemory, name: str, *arguments: Any, **options: Any) -> Any:
-    """Early versions of LlamaIndex 0.12 have only `aput`."""
+    # Early versions of LlamaIndex 0.12 have only `aput`.
     method = getattr(memory, f"a{name}", None)
     if method is None:
         return await asyncio.to_thread(getattr(memory, name), *arguments, **options)
@@ -59,15 +59,15 @@ class CacheOrderChatEngine(BaseChatEngine):
         sources = cited(response.response, response.source_nodes, engine.label)
 
     The memory stores each answered question with its nodes, as sent; a failed turn does not change it. `source_nodes`
-    are the sent nodes, in prompt order, then those only named because earlier messages have them.
+    are the sent nodes, in prompt order, then those only named.
 
-    - `llm`: a chat model, without a `FeedbackHandler`.
+    - `llm`: a chat model; it needs no `FeedbackHandler`.
     - `memory`: each truncation of the history costs its reuse.
-    - `builder`: writes the prompt, with the system prompt.
+    - `builder`: has the system prompt.
     - `condense`: search by a question that the model rephrases from the history, by `condense_prompt`.
     - `node_postprocessors`: rerankers and filters, without `CacheOrderPostprocessor`.
     - `repeat`, `reference`: as for `PromptBuilder.turn`.
-    - `label`: the label that cites and names a NodeWithScore (default: `number_label` of its text).
+    - `label`: cites and names a NodeWithScore (default: `number_label` of its text).
     - `scope`: the tenant, or a function of the QueryBundle.
 
     Errors in `label` and `scope` are counted and leave retrieval order. Raises ValueError.
@@ -112,7 +112,7 @@ class CacheOrderChatEngine(BaseChatEngine):
         )
 
     def label(self, node: NodeWithScore) -> str:
-        """For `cited(response.response, response.source_nodes, engine.label)`."""
+        """For `cited`."""
         return self._turns.label(node)
 
     @trace_method("chat")
@@ -133,7 +133,7 @@ class CacheOrderChatEngine(BaseChatEngine):
 
     @trace_method("chat")
     def stream_chat(self, message: str, chat_history: list[ChatMessage] | None = None) -> StreamingAgentChatResponse:
-        """The answer counts as a turn once it has been read to its end."""
+        """The answer is a turn once it is read to its end."""
         asked = self._ask(message, chat_history)
 
         def chunks() -> Generator[ChatResponse, None, None]:

@@ -39,8 +39,7 @@ _STREAMED_SILENTLY = (
 
 
 class _RequestSpan(BaseSpan):
-    """`request`: the ended span of an LLM call's request; `streams`: ids of spans that still stream; `generator`: the
-    last one returned, which may call a model when it is read."""
+    """`generator`: the last one returned, which may call a model when it is read."""
 
     retrieves: bool = False
     calls_model: bool = False
@@ -68,8 +67,8 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
     numbers. A span that fails without an answer, and a stream that ends before its first token, are discarded; a later
     end counts as served, without numbers.
 
-    Streams need `additional_kwargs={"stream_options": {"include_usage": True}}` to report usage; without it the orderer
-    is degraded. Finishing waits for no lock: the garbage collector may close a stream. Copies follow no requests yet.
+    Streams need `additional_kwargs={"stream_options": {"include_usage": True}}`; without it the orderer is degraded.
+    Finishing waits for no lock: the garbage collector may close a stream. Copies follow no requests yet.
     """
 
     _streams: dict[str, _AnswerStream] = PrivateAttr(default_factory=dict)
@@ -201,7 +200,7 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
             self._finish_request(request, failed=not request.answers)
 
     def _forget(self, id: str) -> None:
-        """Finish a request whose generator was dropped: it calls no LLM any more."""
+        """Finish a request whose generator was dropped."""
         request, _ = self._pending.get(id, (None, None))
         if request is not None and not request.streams:
             self._finish_request(request, failed=self._sees_events and not request.answers)

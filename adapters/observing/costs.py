@@ -20,7 +20,7 @@ _UNCACHED = "uncached"
 
 
 class CostMetrics:
-    """Counters of costs by order: "ragorder", "retrieval", and "uncached" for the same prompts without a cache."""
+    """Costs by order: "ragorder", "retrieval", and "uncached" for the same prompts without a cache."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         from prometheus_client import Counter, Gauge
@@ -45,8 +45,8 @@ class CostMetrics:
 
 @dataclass(frozen=True, slots=True)
 class CostStats:
-    """Costs of requests to clouds, in `tokens` at the plain price, and in money for models in the table of prices. The
-    other order's are None if not compared."""
+    """Costs at clouds: `tokens` at the plain price, and money for models in the table of prices. The other order's are
+    None if not compared."""
 
     tokens: float
     uncached_tokens: float

@@ -41,7 +41,7 @@ class Observation:
     """One ordered request, without contents, ids or tenant.
 
     - `ordered_tokens`, `retrieval_tokens`: cached tokens predicted for each order; None if not compared
-    - `documents_end`: prompt tokens up to the end of the documents
+    - `documents_end`: in tokens of the prompt
     - `order_s`: seconds that ragorder's order took
     """
 
@@ -69,12 +69,12 @@ class Watcher(Protocol):
 
 
 class ObservedOrderer:
-    """An `Orderer` with watchers. The first error of a watcher is logged, none is raised.
+    """An `Orderer` with watchers. Their first error is logged; none is raised unless `strict`.
 
         orderer = ObservedOrderer(Orderer.for_vllm(url), [Metrics(), Tracing()])
 
-    With `compare`, a second orderer mirrors the cache in retrieval order: the difference is the saving. In `shadow`
-    mode retrieval order is served, and the mirror scores ragorder's. Either doubles the time of an order.
+    With `compare` a second orderer mirrors the cache in retrieval order: the difference is the saving. In `shadow` mode
+    retrieval order is served, and the mirror scores ragorder's. Either doubles an order's time.
     """
 
     def __init__(
@@ -244,8 +244,7 @@ class ObservedOrderer:
 def predict_reuse(
     orderer: Orderer, requests: Iterable[tuple[Sequence[Any], Mapping[str, Any]]]
 ) -> tuple[int, int, int]:
-    """Return the tokens up to the last document of all requests (documents, options of `order`), and those cached in
-    ragorder's order and in retrieval order."""
+    """Return all requests' tokens up to the last document, and those cached in ragorder's and in retrieval order."""
     other = orderer.clone(**_PLAIN)
     tokens = ordered = retrieval = 0
     for documents, options in requests:

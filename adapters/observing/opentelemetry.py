@@ -12,7 +12,7 @@ from ragorder.ordering import RequestOutcome
 
 
 class SpanTracer:
-    """`tracer`: an OpenTelemetry Tracer (default: the application's). Raises ImportError without ragorder[live]."""
+    """`tracer`: OpenTelemetry's (default: the application's). Raises ImportError without ragorder[live]."""
 
     def __init__(self, tracer: Any = None) -> None:
         with needs("live", type(self).__name__):
@@ -24,9 +24,7 @@ class SpanTracer:
 class Tracing(SpanTracer):
     """Watcher that makes a span `ragorder.order` and, linked to it, `ragorder.settle` with the engine's report.
 
-        orderer = ObservedOrderer(orderer, [Tracing()])
-
-    `tracer` as for `SpanTracer`.
+    orderer = ObservedOrderer(orderer, [Tracing()])
     """
 
     def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:

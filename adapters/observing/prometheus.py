@@ -38,8 +38,8 @@ class Metrics(PrometheusMetrics):
         orderer = ObservedOrderer(orderer, [metrics])
         page = generate_latest(metrics.registry)
 
-    Cached tokens have a label `order`, "ragorder" or "retrieval". Those of the served order are as reported, or else
-    predicted; those of the other one are predicted.
+    Cached tokens have a label `order`, "ragorder" or "retrieval": the served order's are as reported, or else
+    predicted; the other's are predicted.
     """
 
     prefix = "ragorder"
@@ -82,7 +82,7 @@ class Metrics(PrometheusMetrics):
         return self.registry
 
     def read(self, collector: Collector) -> None:
-        """Add metrics without labels, whose values are read when a page is made."""
+        """Add metrics without labels, read when a page is made."""
         self.registry.register(collector)
 
     def read_process(self) -> None:
@@ -166,8 +166,8 @@ class _StateCollector:
 
 @contextmanager
 def shared_metrics() -> Iterator[None]:
-    """Keep metrics made in this block in files, by prometheus_client's multiprocess mode: counters of all processes are
-    added up, gauges of the running ones."""
+    """Keep metrics made in this block in files, by prometheus_client's multiprocess mode: counters of all processes add
+    up, gauges of running ones."""
     from prometheus_client import values
 
     with tempfile.TemporaryDirectory(prefix="ragorder-metrics-") as folder:
@@ -188,8 +188,8 @@ def forget_process(pid: int) -> None:
 
 
 class SharedMetrics(Metrics):
-    """`Metrics` of one process of a `shared_metrics` block; `whole` has those of all. `copy`, called now and then in
-    one thread, shares values that are read when a page is made."""
+    """`Metrics` of one process in a `shared_metrics` block; `whole` has all. `copy`, called now and then in one thread,
+    shares what `read` has added."""
 
     def __init__(self) -> None:
         self._collectors: list[Collector] = []

@@ -21,7 +21,7 @@ _MAX_ERROR_SHARE = 0.02
 _COUNT = "if lengths are estimated, count them: serve --tokenizer MODEL, or Document(tokens=…)"
 _ENOUGH = 20
 LEARNED = "learned"
-"""The name of a form that is no preset."""
+"""Name of a form that is no preset."""
 
 # Gauges of the embedded engine's streamed layers, and of a server that retrieves documents itself.
 _SERVING = {
@@ -47,7 +47,7 @@ _DERIVED = (
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """Sums over requests with reported cached tokens; `absolute` and `squared` are of their prediction errors."""
+    """Sums over requests with reported cached tokens; `absolute` and `squared` are of prediction errors."""
 
     count: int
     reported: int
@@ -58,7 +58,7 @@ class Reports:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Cached tokens of the order that is not served, and their error, or None for this `reason`."""
+    """Cached tokens of the unserved order, and their error, or None for this `reason`."""
 
     other_tokens: int | None
     error_tokens: int | None
@@ -66,11 +66,10 @@ class Comparison:
 
 
 def compare(served: int, prompt_tokens: int, cached_tokens: int, predicted_other: int, reports: Reports) -> Comparison:
-    """Correct the prediction for the other order by reports on the served one.
+    """Correct the other order's prediction by reports on the served one.
 
-    If reports exceed predictions, their mean excess is added. If they fall short, because other clients used the cache,
-    the prediction shrinks in proportion. Its error: half the mean absolute error plus three standard errors of the
-    mean.
+    If reports exceed predictions, their mean excess is added. If they fall short (other clients used the cache), the
+    prediction shrinks in proportion. Its error: half the mean absolute error plus three standard errors of the mean.
     """
     count, unknown = reports.count, partial(Comparison, None, None)
     if not served:
@@ -106,19 +105,19 @@ def compare(served: int, prompt_tokens: int, cached_tokens: int, predicted_other
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Figures since the start of the process; tokens are those of `served` requests.
+    """Figures since the process started; tokens are of `served` requests.
 
         print(fetch_stats("http://proxy:8000").saved_share)
 
     - `cached_tokens`: of the served order, reported for `reports` requests, else predicted
-    - `other_cached_tokens`: `predicted_other_tokens` of the other order, corrected by the reports, ± `error_tokens`;
-      None for the reason `cannot_compare`
+    - `other_cached_tokens`: the other order's `predicted_other_tokens`, corrected by reports, ± `error_tokens`; None
+      for the reason `cannot_compare`
     - `reordered`: `ordered` requests with moved documents, `reordered_cold` although nothing should be cached;
-      `best_moved` begin with another document than the best
+      `best_moved` do not begin with the best one
     - `passed`: unchanged requests by reason, in no other figure
-    - `recognised`: share of the prefill that a preset of --template would save, from 20 requests on; `LEARNED` is a
-      form learned in shadow mode
-    - `serving`: places of streamed layers, and queues, batches and partitions of a server that retrieves documents
+    - `recognised`: share of the prefill that a preset would save, from 20 requests on; `LEARNED` is a form learned in
+      shadow mode
+    - `serving`: streamed layers' places, and queues, batches and partitions of a server that retrieves documents
     """
 
     shadow: bool
@@ -150,7 +149,7 @@ class Stats:
 
     @property
     def saved_tokens(self) -> int | None:
-        """Prefill tokens that ragorder's order saves, or in shadow mode would save; None if unknown."""
+        """Prefill tokens that ragorder's order saves (in shadow mode would save); None if unknown."""
         if self.other_cached_tokens is None:
             return None
         return (self.other_cached_tokens - self.cached_tokens) * (1 if self.shadow else -1)
@@ -286,8 +285,8 @@ def _recognised_savings(counts: Mapping[tuple[str, str], float]) -> dict[str, fl
 
 
 def fetch_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> Stats:
-    """Return the figures of the proxy, or of an application with `Metrics` at `url`/metrics. Raises ServerError, or
-    ImportError without ragorder[live]."""
+    """Read `url`/metrics of a proxy, or an application with `Metrics`. Raises ServerError, or ImportError without
+    ragorder[live]."""
     with needs("live", "talking to a server"):
         from prometheus_client.parser import text_string_to_metric_families
     with Server(url.rstrip("/").removesuffix("/metrics"), timeout_s=timeout_s, api_key=api_key) as server:

@@ -28,7 +28,7 @@ _QUERIES = "vllm:prefix_cache_queries_total"
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Prompt tokens by the source of their KV, since the server's start, also those that a tier then failed to load.
+    """Prompt tokens by source of their KV since the server's start, also those that a tier failed to load.
     `elsewhere`: another server, or a connector without named sources."""
 
     device: int = 0
@@ -82,13 +82,13 @@ class TierFigures:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Figures of a server; gauges are those of the engine's last step.
+    """Gauges are those of the engine's last step.
 
         fetch_tier_stats("http://host:8000")
 
-    `device_order`: whether the device evicts in the policy's order (None if not configured). `profile`: whether prefill
-    times are measured (None if not awaited). `build`: fused requests that used the build in the disk tier's folder
-    (`used`), or did not (`other_model`, `other_prefix`, `other_documents`); empty without a build.
+    `device_order`: the device evicts in the policy's order (None: not configured). `profile`: prefill times are
+    measured (None: not awaited). `build`: fused requests that used the build in the disk tier's folder (`used`), or not
+    (`other_model`, `other_prefix`, `other_documents`); empty without a build.
     """
 
     tiers: tuple[TierFigures, ...]
@@ -114,7 +114,7 @@ class TierStats:
 
     @classmethod
     def of(cls, families: Iterable[Metric]) -> TierStats:
-        """Raises ValueError without ragorder's metrics, LookupError if they are still empty."""
+        """Raises ValueError without ragorder's metrics, LookupError while they are empty."""
         families = list(families)
         if not any(family.name.startswith(_OURS) for family in families):
             raise ValueError("there are no metrics of ragorder's tiers")
@@ -169,7 +169,7 @@ class TierStats:
 
 
 def fetch_tier_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> TierStats:
-    """Return the figures of a vLLM server. Raises ServerError, or ImportError without ragorder[live]."""
+    """Raises ServerError, or ImportError without ragorder[live]."""
     root, families = _fetch(url, timeout_s, api_key)
     try:
         return TierStats.of(families)

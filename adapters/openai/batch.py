@@ -18,7 +18,7 @@ from ragorder.common.lock import is_collecting
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths
 
 BatchRequest = tuple[str, Sequence[Document]] | tuple[str, Sequence[Document], Hashable]
-"""A query, its documents in retrieval order, and a scope if there is one."""
+"""A query, its documents in retrieval order, and its scope."""
 
 BatchOutcome = tuple[int, Answer | Exception]
 
@@ -34,7 +34,7 @@ class _QueuedRequest(NamedTuple):
 
 
 class BatchBacklog:
-    """Requests of a batch that are not yet sent. Thread-safe. Raises TypeError or ValueError for invalid input."""
+    """A batch's unsent requests. Thread-safe. Raises TypeError, ValueError."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class BatchBacklog:
         self.workers = min(concurrency, self.size)
 
     def take(self) -> tuple[int, Call | Exception] | None:
-        """Return the next request's index and its call, to be sent at once, or its error; None at the end."""
+        """Return the next index and its call, to be sent at once, or its error; None at the end."""
         with self._lock:
             if not self._queue:
                 return None

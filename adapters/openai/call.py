@@ -136,7 +136,7 @@ class Call:
         return self.setup.orderer.topic(self.documents, scope=self.scope)
 
     def _add_topic(self, header: str) -> None:
-        """All attempts share one topic, so that documents count once."""
+        """All attempts share one topic: documents count once."""
         topic = self._topic()
         own = dict(self.options.get("extra_headers", ()))
         if topic is not None and header.lower() not in map(str.lower, own):
@@ -179,7 +179,7 @@ def _opened(stream: Any) -> Iterator[Any]:
 
 
 def _pieces(call: Call) -> Generator[str, None, None]:
-    """Yield the answer's pieces, some empty, the first when the server has accepted the request."""
+    """Yield pieces, some empty, the first when the server has accepted the request."""
     while call.answer is None:
         if call.delay_s:
             (call.setup.sleep or time.sleep)(call.delay_s)

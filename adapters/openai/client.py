@@ -40,8 +40,8 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
         """Return the `Answer` to a question on documents in retrieval order.
 
         `scope` and `waiting` as for `Orderer.order`, `options` as for create() (`max_tokens` 256, `temperature` 0).
-        Raises the openai client's errors, TypeError or ValueError for options that this client sets and for a scope
-        that cannot be a salt.
+        Raises the openai client's errors, TypeError or ValueError for options that this client sets and a scope that
+        cannot be a salt.
         """
         return self._generate(Call(self, query, documents, scope, waiting, options, hands_out=False))
 
@@ -67,7 +67,7 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
         rebase: Iterable[Document] | None = None,
     ) -> Conversation[A, S]:
         """Continue a conversation from its earlier `messages`. `repeat`, `reference` and `rebase` as for
-        `PromptBuilder.turn`. Raises TypeError or ValueError for invalid messages, and for prompts="token_ids"."""
+        `PromptBuilder.turn`. Raises TypeError or ValueError for invalid messages, and prompts="token_ids"."""
         if self.prompts != "messages":
             raise ValueError(f"a conversation needs messages: give {type(self).__name__}(prompts='messages')")
         return Conversation(self, self._generate, self._stream, messages, scope, repeat, reference, rebase)

@@ -63,8 +63,8 @@ class Conversation(Generic[A, S]):
         answer = chat.ask("When are orders shipped?", documents)
         stored = chat.messages
 
-    `messages` is everything sent and answered, for the application to store; a failed turn does not change it. `turn`
-    has the last turn's documents, `new` and `repeated`.
+    `messages` is everything sent and answered; a failed turn does not change it. `turn` has the last turn's `new` and
+    `repeated` documents.
     """
 
     def __init__(
@@ -143,8 +143,8 @@ class Conversation(Generic[A, S]):
         return [*self.rebase, *(each for documents in sent for each in documents)]
 
     def topic(self, documents: Sequence[Document], history: Sequence[Message]) -> str | None:
-        """Return one topic for all turns, because one engine has the history cached: the first message's, or else the
-        first documents'."""
+        """Return one topic for all turns, since one engine has the history: the first message's, else the first
+        documents'."""
         if self._topic is None:
             opening = next((message for message in history if message.get("role") not in _INSTRUCTIONS), None)
             if opening is not None:

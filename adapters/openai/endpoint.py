@@ -60,14 +60,14 @@ class ModelEndpoint:
 
 
 class UsageOption:
-    """Whether a request asks for its usage. Later ones do not, once the server accepts only one that does not."""
+    """Whether a request asks for its usage; never again after the server accepted one only without."""
 
     def __init__(self, endpoint: ModelEndpoint) -> None:
         self.sent = not endpoint.refuses_usage
         self._endpoint = endpoint
 
     def drop(self, error: Exception) -> bool:
-        """Return whether the error refuses the option, so that the request should be sent again."""
+        """Return whether the error refuses the option: then send the request again."""
         refused = self.sent and _refuses_stream_options(error)
         self.sent = self.sent and not refused
         return refused
@@ -106,7 +106,7 @@ def checked_options(options: dict[str, Any], scope: Hashable, send_salt: bool) -
 
 
 def checked_salt(scope: str) -> str:
-    """Raises ValueError for a scope that cannot be sent as a salt."""
+    """Raises ValueError for a scope that cannot be a salt."""
     if 0 < len(scope) <= _MAX_SALT_LENGTH and _NOT_IN_SALT.isdisjoint(scope):
         return scope
     raise ValueError(

@@ -70,7 +70,7 @@ class WatchedEngine:
         self._answered: set[Hashable] | None = None
 
     def trusted(self, scope: Hashable) -> bool:
-        """Return False between a failure, which may be a restart, and the next answer in this scope."""
+        """Return False between a failure (perhaps a restart) and the next answer in this scope."""
         return self._answered is None or scope in self._answered
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
@@ -185,7 +185,7 @@ def _is_loss(error: Exception) -> bool:
 
 
 class PromptLoad(EngineLoad):
-    """Load of a shared engine. By default `max_prefill_bs` is the number of mean prompts in `token_budget` tokens."""
+    """Load of a shared engine."""
 
     def __init__(
         self,
@@ -303,7 +303,7 @@ def ordered_pipeline(
       searches predict a gain.
     - `requests()`: all clients' requests on the engine (None: unknown). `ends` are awaited on closing.
 
-    Raises ValueError for invalid `prompts` and for a `max_prefill_bs` below 1.
+    Raises ValueError for invalid `prompts` and a `max_prefill_bs` below 1.
     """
     prefix = SystemPrefix(orderer, builder, engine, prompts)
     load = PromptLoad(prefix.engine, max_prefill_bs=max_prefill_bs, token_budget=token_budget, requests=requests)
@@ -353,7 +353,7 @@ class _BasePipelinedClient(Generic[S, A]):
 
     def stream(self, query: str, *, scope: Hashable = None, **options: Any) -> S:
         """Stream the answer; closing it ends retrieval and requests. Options and errors as for
-        `OrderedClient.generate`; raises retrieval's errors, too."""
+        `OrderedClient.generate`, and retrieval's errors."""
         return self._runner.stream(self._question(query, scope, **options))
 
     def answer(self, query: str, *, scope: Hashable = None, **options: Any) -> A:
@@ -378,8 +378,8 @@ class PipelinedClient(_BasePipelinedClient[PipelinedStream, Coroutine[Any, Any, 
         async with client, client.stream("Which drawer?") as stream:
             async for text in stream: ...
 
-    `retrieval`: `plain_retrieval` (warm-ups only) or `staged_retrieval`. `report_load` polls the number of requests
-    from vLLM's /metrics during searches. Other options and errors as for `OrderedClient` and `ordered_pipeline`.
+    `retrieval`: `plain_retrieval` (warm-ups only) or `staged_retrieval`. `report_load` polls vLLM's /metrics during
+    searches. Other options and errors as for `OrderedClient` and `ordered_pipeline`.
     """
 
     def __init__(self, client: Any, **options: Any) -> None:
@@ -398,7 +398,7 @@ class PipelinedClient(_BasePipelinedClient[PipelinedStream, Coroutine[Any, Any, 
 
 
 class SyncPipelinedClient(_BasePipelinedClient[SyncStream, SyncStream]):
-    """`PipelinedClient` for threads, with an event loop on its own thread. Thread-safe.
+    """`PipelinedClient` with an event loop on its own thread. Thread-safe.
 
         with SyncPipelinedClient(openai.AsyncOpenAI(base_url=url), **options) as client:
             print(client.answer("Which drawer?").text)

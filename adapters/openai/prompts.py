@@ -51,8 +51,8 @@ class Question:
 class PromptRequest:
     """A chat's messages, or a prompt's tokens.
 
-    Without a tokenizer `prompt_tokens` is estimated, and `document_ends` (in tokens) is empty. `keep_question`: this is
-    a warm-up of system prompt and question. `extra_body`: fields that a cloud's breakpoints need.
+    Without a tokenizer `prompt_tokens` is estimated, and `document_ends` (in tokens) is empty. `keep_question`: a
+    warm-up of system prompt and question. `extra_body`: for a cloud's breakpoints.
     """
 
     messages: Sequence[Mapping[str, Any]] | None = field(repr=False)
@@ -105,9 +105,9 @@ class OrderedPrompts:
 
         pipeline = Pipeline(retrieval, OrderedPrompts(orderer, builder), engine)
 
-    `prompts`: "messages" for a server's chat template, or "token_ids" as `builder` makes them. `learn` is called with
-    the number of prompt tokens of each committed request. `waiting` returns the documents of each waiting request in
-    the scope of a question. Raises ValueError for invalid `prompts`.
+    `prompts`: "messages" for a server's chat template, or "token_ids" as `builder` makes them. `learn` gets each
+    committed request's prompt tokens. `waiting` returns the documents of each request that waits in a question's scope.
+    Raises ValueError for invalid `prompts`.
     """
 
     def __init__(

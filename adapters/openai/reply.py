@@ -84,7 +84,7 @@ class Reply:
 
 
 async def read_chunks(stream: Any) -> AsyncIterator[Any]:
-    """Yield the chunks as mappings, because the client's models of them cost more than all else. Raises APIError."""
+    """Yield the chunks as mappings: the client's models cost more than all else. Raises APIError."""
     import openai
 
     if type(stream) is not openai.AsyncStream:
@@ -110,7 +110,7 @@ async def read_chunks(stream: Any) -> AsyncIterator[Any]:
 
 
 class _TailedResponse:
-    """Response that keeps its last bytes, because the openai client does not report [DONE]."""
+    """Response that keeps its last bytes: the openai client does not report [DONE]."""
 
     def __init__(self, response: Any) -> None:
         self._response = response

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def load_tokenizer(model: str | Path) -> Any:
-    """Load it from a folder or the Hub. Raises ImportError, OSError or ValueError."""
+    """Load from a folder or the Hub. Raises ImportError, OSError or ValueError."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

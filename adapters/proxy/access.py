@@ -23,7 +23,7 @@ _CHALLENGES = [(b"www-authenticate", b"Bearer"), (b"www-authenticate", b'Basic r
 
 
 class AccessMiddleware:
-    """Lets requests pass for which `check` raises no HTTPError, and those of `open_paths`."""
+    """Requires that `check` raises no HTTPError, except for `open_paths`."""
 
     def __init__(self, app: ASGIApp, check: Callable[[Scope], None], *, open_paths: frozenset[str]) -> None:
         self._app = app
@@ -41,8 +41,8 @@ class AccessMiddleware:
 
 
 def key_check(key: str) -> Callable[[Scope], None]:
-    """Require the key: as Bearer token, password of basic authentication (browsers) or x-api-key (Anthropic's clients).
-    CORS preflights, which browsers send without it, go to the upstream server."""
+    """Require the key as Bearer token, basic authentication's password (browsers) or x-api-key (Anthropic's clients),
+    except for CORS preflights, which browsers send without it."""
     # Secret files often end in a newline, which no header can contain.
     expected = key.strip().encode()
 
@@ -62,7 +62,7 @@ def key_check(key: str) -> Callable[[Scope], None]:
 
 
 def host_check(hosts: Collection[str]) -> Callable[[Scope], None]:
-    """Refuse other hosts, and web pages of other hosts (DNS rebinding), for a proxy without a key."""
+    """Refuse other hosts and their web pages (DNS rebinding), for a proxy without a key."""
     known = frozenset(host.lower() for host in hosts)
 
     def is_foreign(address: bytes) -> bool:
@@ -154,8 +154,7 @@ _KEPT = (
 
 
 class UnorderedRequests:
-    """Counts requests whose documents are not ordered. Warns if the first 20 have none (and adds `hint`), and once if a
-    client sets breakpoints."""
+    """Warns if the first 20 requests have no documents (and adds `hint`), and once if a client sets breakpoints."""
 
     def __init__(
         self,
@@ -197,8 +196,6 @@ class UnorderedRequests:
 
 
 class _Detector:
-    """Looks at requests until it has warned, or need not."""
-
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
         self._watching = True
@@ -209,8 +206,8 @@ class _Detector:
 
 
 class RenamedIds(_Detector):
-    """Warns if most recurring texts have new ids, such as ranks; with `by_place`, if some ids do not number positions.
-    Keeps 16,384 digests, about 5 MB."""
+    """Warns if most recurring texts have new ids, such as ranks; with `by_place`, if ids do not number positions. Keeps
+    16,384 digests (5 MB)."""
 
     def __init__(self, warn: Callable[[str], None], *, by_place: bool = False) -> None:
         super().__init__(warn)
@@ -241,7 +238,7 @@ class RenamedIds(_Detector):
 
 class UnsharedRequests(_Detector):
     """Warns after 20 ordered requests whose texts before the documents all differ, or 100 without a document of an
-    earlier one. The first request of a tenant does not count."""
+    earlier one. A tenant's first request does not count."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         super().__init__(warn)

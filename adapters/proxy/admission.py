@@ -21,10 +21,8 @@ _WAIT_S = (1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 class AdmissionQueue:
-    """Admits `max_in_flight` requests at a time, those with the largest ratio of cached to uncached tokens first. At
-    most `max_waiting` wait, and at most `reorder_window` later ones overtake one.
-
-        make_app(orderer, upstream=url, admission=AdmissionQueue(32))"""
+    """Admits `max_in_flight` requests at a time, by the largest ratio of cached to uncached tokens. At most
+    `max_waiting` wait, and `reorder_window` later ones overtake one."""
 
     def __init__(
         self,
@@ -53,7 +51,7 @@ class AdmissionQueue:
     async def admit(
         self, parsed: ParsedBody | None, predict: Callable[[], CachedLengths] | None
     ) -> AsyncIterator[list[ParsedBody]]:
-        """Once admitted, yield the requests that are probably next. Raises HTTPError if too many wait."""
+        """Once admitted, yield the probably next requests. Raises HTTPError if too many wait."""
         start = time.perf_counter()
         try:
             async with self._limiter.slot(parsed, predict):

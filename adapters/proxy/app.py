@@ -75,8 +75,8 @@ def make_app(
     background: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     make_transport: Callable[[], httpx2.AsyncBaseTransport] | None = None,
 ) -> ASGIApp:
-    """Return the proxy for the OpenAI- or Anthropic-compatible server at `upstream` (with or without /v1), or for a
-    fleet, whose replicas have orderers of their own: `orderer` then only gets the warnings.
+    """Return the proxy of the OpenAI- or Anthropic-compatible server at `upstream` (with or without /v1), or of a
+    fleet, whose replicas have their own orderers: `orderer` then only gets warnings.
 
         app = make_app(Orderer(capacity_tokens=100_000), upstream="http://127.0.0.1:8000")
 
@@ -86,23 +86,23 @@ def make_app(
     - `finds_native`: order documents in the APIs' own fields and blocks, and translate citations.
     - `stable_tools`: sort tools by name, also without documents.
     - `on_recognised`: see `PromptRecogniser` (None: no presets); `learner` gets requests in which none finds documents.
-    - `api_key` is required of clients (without it only `hosts` may be addressed); `upstream_api_key` is sent upstream.
-    - `send_facts`: send document ends (with `tokenizer`) and a digest of the tenant to a vLLM with ragorder tiers.
-    - `number_by_place`: ids that number ranks from 1 become positions in the prompt.
-    - `repeated` names documents that an earlier message has instead of sending them again.
+    - `api_key` is required of clients; without it only `hosts` may be addressed.
+    - `send_facts`: send document ends (with `tokenizer`) and the tenant's digest to a vLLM with ragorder tiers.
+    - `number_by_place`: ids that number ranks from 1 become positions.
+    - `repeated` names documents of earlier messages instead of sending them again.
     - `marks`: set breakpoints after the documents in /v1/messages; the orderer then takes `feedback=False`. A client's
       own breakpoints keep the documents' order, unless `marks` is False: then the cache finds any common prefix.
-    - `clouds`: order bodies for these models by their cache's rules. Breakpoints are set unless the client does: in
-      OpenAI's chats and responses, and with `marks` in /v1/messages.
-    - `topic_header`: send the documents' topic in this header; with `route` nothing is ordered.
-    - `on_passed` gets the reason for each request forwarded without documents, `on_tbt` the mean seconds between tokens
-      of each streamed answer on documents, `on_sent` each sent order (`SharedOrderer.share`).
+    - `clouds`: order for these models by their cache's rules, and set breakpoints unless the client does: in OpenAI's
+      chats and responses, and with `marks` in /v1/messages.
+    - `topic_header` carries the documents' topic; with `route` nothing is ordered.
+    - `on_passed` gets the reason for each request that is not ordered, `on_tbt` the mean seconds between tokens of each
+      streamed answer on documents, `on_sent` each sent order (`SharedOrderer.share`).
     - `body_limit` (each) and `bodies_limit` (all together) are in bytes.
-    - `routes` are added; `background` tasks must not raise; `make_transport` replaces connections upstream.
+    - `background` tasks must not raise; `make_transport` replaces connections upstream.
 
     Raises ValueError for a builder with a system prompt, an invalid header, and `route` without a header or with a
-    fleet; AddressError for a malformed address or key; TemplateError for `number_by_place` without an id, or with
-    `repeated`."""
+    fleet; AddressError for a malformed address or key; TemplateError for `number_by_place` with a template that shows
+    neither id nor number, or with `repeated`."""
     templates = [template] if isinstance(template, DocumentTemplate) else template or []
     if number_by_place and not all(each.shows_id or each.shows_number for each in templates):
         raise TemplateError("numbering by position needs {id} in the template")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
-# Failures in a row before a replica backs off. The backoff doubles after each failed probe.
+# Failures in a row before a replica backs off.
 _FAILURES = 5
 _FIRST_S = 1.0
 _LONGEST_S = 60.0
@@ -38,9 +38,9 @@ class RefusedError(UpstreamError):
 
 
 class ReplicaBackoff:
-    """Time for which a replica gets no requests if others are available: as Retry-After says in a 429 or 503, at most
-    ten minutes; and one second after five failures in a row (500, 502, 503, 504, broken connections). Then one request
-    probes the server; a failure doubles the backoff, up to a minute, any other answer ends it."""
+    """Time without requests to a replica while others are available: as Retry-After says in a 429 or 503, at most ten
+    minutes; and one second after five failures in a row (500, 502, 503, 504, broken connections). Then one request is a
+    probe: failure doubles the backoff, up to a minute, any other answer ends it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -57,7 +57,7 @@ class ReplicaBackoff:
         self._asked_until = max(self._asked_until, self._clock() + min(seconds, _LONGEST_ASKED_S))
 
     def taken(self) -> None:
-        """Note a request, which after failures is the only probe for another backoff."""
+        """Note a request, after failures the only probe for another backoff."""
         if self._failures >= _FAILURES:
             self._is_tried = True
             self._failed_until = self._clock() + self._backoff_s
@@ -81,7 +81,7 @@ class ReplicaBackoff:
 
 
 def requested_backoff_s(status: int, retry_after: str) -> float | None:
-    """Return the seconds of an answer's Retry-After (a number or a date), or None."""
+    """Return the seconds of Retry-After, a number or a date."""
     if status not in _ASKS:
         return None
     if retry_after.strip().isdecimal():
@@ -101,7 +101,7 @@ RANK = b"x-data-parallel-rank"
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAddress:
-    """A server, or a data-parallel rank of it, and the orderer of its cache."""
+    """A server, or a data-parallel rank of it, and its cache's orderer."""
 
     upstream: str
     orderer: OrdererLike
@@ -136,14 +136,14 @@ _SHORTEST_S = 0.1
 
 
 class Fleet:
-    """Replicas with a tree each. A request goes to the best one by predicted cached tokens and load.
+    """Replicas with a tree each. A request goes to the best by predicted cached tokens and load.
 
         fleet = Fleet([ReplicaAddress("http://gpu1:8000", Orderer()), ReplicaAddress("http://gpu2:8000", Orderer())])
         make_app(Orderer(), upstream=fleet)
 
-    No new requests go to a draining replica, to a failed one until it answers its health check (every `check_s`
-    seconds), and to one in backoff. If all are in backoff, the first that will be ready is used; if all have failed,
-    any. Raises ValueError for no replicas, or a repeated one.
+    No new requests go to a draining replica, a failed one until it answers its health check (every `check_s` seconds),
+    or one in backoff. If all are in backoff, the first to be ready is used; if all have failed, any. Raises ValueError
+    without replicas, and for a repeated one or a shared orderer.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Fleet:
     def take(
         self, parsed: ParsedBody | None, tried: Collection[Replica] = (), only: Replica | None = None
     ) -> Replica | None:
-        """Choose a replica (`only`, if given) and count the request; None if none is left. Thread-safe."""
+        """Choose a replica and count the request; return None if none is left. Thread-safe."""
         candidates = self._candidates(tried) if only is None else [only]
         if not candidates:
             return None
@@ -214,7 +214,7 @@ class Fleet:
         self._suspected.set()
 
     def begin_checks(self) -> None:
-        """Start the health checks in the running event loop. Idempotent."""
+        """Start health checks in the running event loop. Idempotent."""
         if self._watch is None:
             self._watch = asyncio.create_task(self._check_forever())
 
@@ -299,8 +299,8 @@ _FAILED = (500, 502, 503, 504)
 
 
 class Tries:
-    """The `replicas` that a request was sent to. `repeatable`: another may get it even if a server has received it.
-    `counted`: failures may cause a backoff. `only`: the one replica that can answer."""
+    """The `replicas` that a request was sent to. `repeatable`: another may get it even if one has received it.
+    `counted`: failures may cause a backoff. `only`: the one that can answer."""
 
     def __init__(self, fleet: Fleet, *, repeatable: bool, counted: bool, only: Replica | None = None) -> None:
         self.replicas: list[Replica] = []
@@ -319,7 +319,7 @@ class Tries:
         return self._repeatable and self._fleet.has_other(self.replicas)
 
     def answered(self, status: int, retry_after: str) -> None:
-        """Raises RefusedError if the replica asks for a backoff and another one may answer."""
+        """Raises RefusedError if the replica asks for a backoff and another may answer."""
         replica = self.replicas[-1]
         backoff_s = requested_backoff_s(status, retry_after)
         if backoff_s is not None:

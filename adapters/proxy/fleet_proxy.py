@@ -36,9 +36,9 @@ _TRY_ELSEWHERE = (502, 503)
 
 
 class HeldAnswer:
-    """ASGI send that holds an answer until its first token (`of_tokens`), or its end if it is no stream; other answers
+    """ASGI send that holds an answer `of_tokens` until its first token, or its end if it is no stream; other answers
     until their first chunk. `route` is the protocol of errors. If another replica is available (`refusable`), a 502 or
-    503 raises UpstreamError, unless it has Retry-After: then all others are in backoff, too."""
+    503 without Retry-After raises UpstreamError; with it all others are in backoff, too."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class HeldAnswer:
             await self._begin(message)
 
     async def fail(self, error: HTTPError) -> None:
-        """Tell the client of an event stream that has begun, before its connection is cut off."""
+        """Tell the client of a begun event stream, before its connection is cut off."""
         if self.begun and self._stream is not None and self._between_events:
             event = error_event(self._route, error)
             await self._send({"type": "http.response.body", "body": event, "more_body": True})
@@ -146,7 +146,7 @@ class StoredResponses:
         return None if named is None else self._replicas.get(named[1].decode("latin-1"))
 
     async def read(self, response: httpx2.Response, replica: Replica) -> AsyncIterator[bytes]:
-        """Yield the answer, and note its id before its end."""
+        """Yield the answer; note its id before its end."""
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         is_read = 200 <= response.status_code < 300
         lines = EventLines() if kind == "text/event-stream" else None
@@ -183,10 +183,10 @@ _SAFE = ("GET", "HEAD", "OPTIONS")
 
 
 class FleetProxy(ReverseProxy):
-    """Forwards each request to a replica, and to another one if that fails before the answer begins.
+    """Forwards each request to a replica, and to another if that fails before the answer begins.
 
-    Chats, completions, other JSON below /v1/ and GETs are repeated; other requests, which may have had an effect, only
-    if there was no connection. All tries together have `tries_s` seconds until the answer begins."""
+    Chats, completions, other JSON below /v1/ and GETs are repeated; others, which may have had an effect, only if there
+    was no connection. All tries together have `tries_s` seconds until an answer begins."""
 
     def __init__(self, fleet: Fleet, parser: BodyParser, limits: Limits, *, tries_s: float) -> None:
         super().__init__(parser, limits)
@@ -289,7 +289,6 @@ class FleetProxy(ReverseProxy):
         of_tokens: bool = False,
         on_begun: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Send a request to its replica. Returns and raises as `_answered`."""
         replica, sent = placed
         tries.begin(replica)
 
@@ -318,7 +317,6 @@ class FleetProxy(ReverseProxy):
 
     @contextmanager
     def _limited(self, tries: Tries, seconds: float) -> Iterator[anyio.CancelScope]:
-        """Limit all tries until an answer begins. Raises HTTPError at the deadline."""
         with anyio.CancelScope(deadline=anyio.current_time() + seconds) as limit:
             yield limit
         if limit.cancelled_caught:
@@ -346,7 +344,7 @@ class FleetProxy(ReverseProxy):
             raise
 
     def _keeper(self, head: Head, body: bytes = b"") -> Replica | None:
-        """Return the replica that stores the named response. If it takes no requests, another may share its store."""
+        """If a response's replica takes no requests, another may share its store."""
         replica = self._stored.of_body(body) if head.route == "responses" else self._stored.of_target(head.target)
         return replica if replica is not None and replica.takes_requests else None
 

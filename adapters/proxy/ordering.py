@@ -36,16 +36,16 @@ def ranks_value(ranks: Sequence[int]) -> bytes | None:
 
 
 class SentRequest:
-    """A request sent with `added` headers; its body and answer are unchanged."""
+    """A request sent with `added` headers, otherwise unchanged."""
 
     complete = False
-    """Whether the answer was forwarded to its end."""
+    """Whether the whole answer was forwarded."""
 
     def __init__(self, added: Headers | None = None) -> None:
         self.added = added or []
 
     def take_body(self, received: bytes = b"") -> bytes:
-        """Return the body to send. Call it once: the body is not kept while the answer arrives."""
+        """Return the body to send, once: it is not kept while the answer arrives."""
         return received
 
     def request_headers(self, received: Headers) -> Headers:
@@ -57,9 +57,7 @@ class SentRequest:
         return []
 
     translator: AnswerTranslator | None = None
-    """Changes the answer for the client."""
     on_prompt: Callable[[int | None], None] | None = None
-    """Gets the prompt's reported tokens."""
 
     def begin(self, status: int, headers: Headers) -> None: ...
 
@@ -71,7 +69,7 @@ class SentRequest:
 
 
 class TopicRouter:
-    """Adds topics, for proxies after the router that order the documents."""
+    """Adds topics, for ordering proxies after the router."""
 
     def __init__(self, orderer: OrdererLike, header: str | None) -> None:
         self._orderer = orderer
@@ -95,15 +93,13 @@ def _topic_header(name: str | None, topic: str | None) -> Headers:
 _logger = logging.getLogger("ragorder")
 
 OnSent = Callable[..., None]
-"""Gets documents, the permutation in which they are about to be sent, `scope` and `lengths`. Must not raise."""
+"""Gets documents, the permutation about to be sent, `scope` and `lengths`. Must not raise."""
 
 
 class OrderedRequest(SentRequest):
-    """A request whose documents were ordered.
-
-    `end` confirms with the reported counts if the answer was `complete`, without them if it broke off after its first
-    token, and otherwise discards. With several `choices` the cached length is unknown. A `permutation` was sent instead
-    of the ordering's, which is discarded. `named` documents are not sent."""
+    """`end` confirms with the reported counts if the answer was `complete`, without them if it broke off after its
+    first token, and otherwise discards. With several `choices` the cached length is unknown. A `permutation` was sent
+    instead of the ordering's, which is discarded. `named` documents are not sent."""
 
     def __init__(
         self,
@@ -148,7 +144,7 @@ class OrderedRequest(SentRequest):
             self._reader = reader_for(headers)
 
     def feed(self, chunk: bytes) -> None:
-        """End the request at the answer's last event: its client may send the next one at once."""
+        """End the request at the last event: its client may send the next one at once."""
         if self._reader is not None:
             self._reader.feed(chunk)
             if self._reader.served:
@@ -198,7 +194,7 @@ class OrderedRequest(SentRequest):
 
 
 class RequestOrderer:
-    """Orders parsed requests. Options as for `make_app`; `exact` lengths are a tokenizer's."""
+    """Options as for `make_app`; `exact` lengths are a tokenizer's."""
 
     def __init__(
         self,
@@ -320,7 +316,6 @@ class RequestOrderer:
         return self._orderer if parsed.orderer is None else parsed.orderer
 
     def _ends(self, parsed: ParsedBody, permutation: Sequence[int]) -> list[int]:
-        """Return the documents' ends in tokens; none for estimated lengths."""
         if not self._exact or parsed.error is not None:
             return []
         lengths = [parsed.documents[rank].tokens or 0 for rank in permutation]
@@ -330,7 +325,7 @@ class RequestOrderer:
 
 
 def _marked(parsed: ParsedBody, ordering: Ordering[Document]) -> Sequence[int]:
-    """Return the breakpoints at the documents; those at ends of turns have priority."""
+    """Return breakpoints; those at ends of turns have priority."""
     marks, cloud = parsed.marks, ordering.cloud
     if marks is None:
         return ()

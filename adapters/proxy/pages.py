@@ -45,10 +45,8 @@ class _Counted(NamedTuple):
 
 
 class History:
-    """Cached share of each order over time: the last 900 points, each of the requests that ended within two seconds.
-    Thread-safe.
-
-        history = History(lambda: Stats.of(metrics.whole.collect()))"""
+    """Cached share of each order over time: the last 900 points, each of requests that ended within two seconds.
+    Thread-safe."""
 
     def __init__(self, read: Callable[[], Stats], clock: Callable[[], float] = time.time) -> None:
         self._read = read
@@ -96,9 +94,9 @@ def _share(cached: int, prompt: int) -> float:
 
 
 class StatsPages:
-    """`metrics_path`, `/ragorder/stats` (JSON; `?after=` a time in ms adds the history since then), `/ragorder` (live
-    HTML), and `/ragorder/template` (TOML) with the form that `learned` returns. An application adds the `routes` and
-    runs `history.keep`."""
+    """`metrics_path`, `/ragorder/stats` (JSON; `?after=` a time in ms adds the history since), `/ragorder` (live HTML),
+    and `/ragorder/template` (TOML) with the `learned` form. An application adds the `routes` and runs
+    `history.keep`."""
 
     def __init__(
         self,
@@ -199,8 +197,6 @@ _LONGEST_NAME = 120
 
 
 class _Kept(Generic[T]):
-    """What `read` returns, read by one request at a time, and again only after `every_s` seconds."""
-
     def __init__(self, read: Callable[[], Awaitable[T]], every_s: float) -> None:
         self._read = read
         self._every_s = every_s
@@ -240,8 +236,8 @@ class _Models(msgspec.Struct):
 
 
 def served(servers: Sequence[Upstream], about: Mapping[str, Any]) -> Answer:
-    """Return the answer to /ragorder/served: the servers, up to three models of the first one (read once a minute), the
-    number of its others, and the facts `about` the proxy."""
+    """Return the answer to /ragorder/served: the servers, up to three models of the first (read once a minute), the
+    number of its others, and facts `about` the proxy."""
     models = _Kept(partial(_models_of, servers[0]), _MODELS_S)
     facts = {"servers": list(dict.fromkeys(each.root for each in servers)), **about}
 

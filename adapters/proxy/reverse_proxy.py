@@ -47,8 +47,8 @@ _DOTS = (b".", b"..")
 
 
 class Head(NamedTuple):
-    """A request's head. Its body is parsed if there is a `route`, after decoding from `encoding`; `is_sealed`: it would
-    be, but its encoding is unknown."""
+    """The body is parsed if there is a `route`, after decoding from `encoding`; `is_sealed`: it would be, but its
+    encoding is unknown."""
 
     method: str
     target: bytes
@@ -60,7 +60,7 @@ class Head(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Bytes of a body and of all together, threads for the work on bodies, the client's seconds, and the queue."""
+    """`body`: most bytes of one; `client_s`: as in `Timeouts`."""
 
     body: int
     memory: MemoryBudget
@@ -71,7 +71,7 @@ class Limits(NamedTuple):
 
 class ReverseProxy(ABC):
     """ASGI application that forwards every HTTP request. JSON bodies of POSTs are parsed, and ordered if they have
-    documents; other bodies, and all answers, are streamed. Raises HTTPError without an answer to forward."""
+    documents; other bodies and all answers are streamed. Raises HTTPError without an answer to forward."""
 
     def __init__(self, parser: BodyParser, limits: Limits) -> None:
         self._parser = parser
@@ -175,7 +175,7 @@ def read_head(scope: Scope) -> Head:
 
 
 def route_of(path: str) -> Route | None:
-    """Return the protocol of a path, or None. Doubled and trailing slashes are ignored, as by some servers."""
+    """Return a path's protocol. Doubled and trailing slashes are ignored, as by some servers."""
     found = _ROUTE.fullmatch(_SLASHES.sub("/", path).rstrip("/"))
     return None if found is None else _ROUTES[next(filter(None, found.groups()))]
 
@@ -248,7 +248,7 @@ async def pieces(body: list[bytes], share: MemoryShare, kept: int = 0) -> AsyncI
 
 
 def _max_character_bytes(body: bytes) -> int:
-    """Return the bytes of a character: CPython stores all of a text as wide as the widest."""
+    """Return the bytes of each character: CPython stores a text as wide as its widest."""
     return 1 if body.isascii() and b"\\u" not in body else 4
 
 

@@ -40,7 +40,7 @@ _NO_SUCH_PATH = (404, 405)
 @dataclass(frozen=True, slots=True)
 class Timeouts:
     """Seconds to connect, between two bytes, for a client to send 256 KiB, and until an answer begins, all tries
-    together (None: ten minutes, or `read_s` if that is longer)."""
+    together (None: ten minutes, or a longer `read_s`)."""
 
     connect_s: float = 10.0
     read_s: float = 600.0
@@ -53,14 +53,14 @@ class Timeouts:
 
 
 class UpstreamError(HTTPError):
-    """The server gave no answer, or only a part. Unless `connected`, the request has not reached it."""
+    """The server gave no answer, or a part. Unless `connected`, the request has not reached it."""
 
     connected = True
 
 
 class Upstream:
-    """The server at `address`. `api_key`, or the user and password in the address, replace the client's Authorization
-    or x-api-key. Raises AddressError."""
+    """`api_key`, or the user and password in `address`, replace the client's Authorization or x-api-key. Raises
+    AddressError."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Upstream:
     async def send(
         self, method: str, target: bytes, headers: Headers, content: AsyncIterator[bytes] | None
     ) -> AsyncIterator[httpx2.Response]:
-        """Yield the response, not yet read. Raises HTTPError, also while the response is read."""
+        """Yield the unread response. Raises HTTPError, also while it is read."""
         sent = end_to_end(headers, *self._dropped) + self._authorization_like(headers)
         target = self._url.raw_path.rstrip(b"/") + target
         request = httpx2.Request(
@@ -142,8 +142,8 @@ class Upstream:
 
 
 class _ConnectionPool:
-    """Transports with one connection each, because httpx2's pool scans all for each request. A connection with unread
-    bytes, which would answer the next client, is closed."""
+    """Transports with one connection each: httpx2's pool scans all for each request. A connection with unread bytes,
+    which would answer the next client, is closed."""
 
     def __init__(self, make: Callable[[], httpx2.AsyncBaseTransport]) -> None:
         self._make = make
@@ -191,7 +191,7 @@ def _authorization(address: str, api_key: str | None) -> Headers:
 
 
 def _has_leftovers(transport: httpx2.AsyncBaseTransport) -> bool:
-    """Return whether a connection has unread bytes, or cannot be inspected. httpx2 notices bytes that come later."""
+    """Return True also for a connection that cannot be inspected. httpx2 notices later bytes."""
     if not isinstance(transport, httpx2.AsyncHTTPTransport):
         return False
     try:

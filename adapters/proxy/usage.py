@@ -1,6 +1,6 @@
 """Usage in an answer's bytes, in any route's protocol.
 
-Readers never raise. `served`: the prompt has been computed; `done`: nothing follows in the answer."""
+Readers never raise. `served`: the prompt has been computed; `done`: nothing follows."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class EventLines:
         self._too_long = False
 
     def feed(self, chunk: bytes) -> Iterator[bytes | None]:
-        """Yield the lines that a chunk ends. It must be read to its end."""
+        """Yield the lines that a chunk ends. Read all of them."""
         for piece in chunk.splitlines(keepends=True):
             text = piece.rstrip(b"\r\n")
             self._too_long = self._too_long or len(self._line) + len(text) > self._limit

@@ -1,4 +1,4 @@
-"""Threads for the work on bodies, off the event loop."""
+"""Threads for work on bodies, off the event loop."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _THREADS = 2
 
 
 class Workers:
-    """Runs work on bodies: on short ones at once (unless `always`), on ordinary ones in two threads, on long ones in a
-    third, so that their copies need memory once."""
+    """Runs work on short bodies at once (unless `always`), on ordinary ones in two threads, on long ones in a third, so
+    that their copies need memory once."""
 
     def __init__(self, *, always: bool = False) -> None:
         self._always = always
@@ -29,8 +29,7 @@ class Workers:
         self._long = _Threads(1)
 
     async def run(self, work: Callable[[], T], length: int, *, abandoned: Callable[[T], object] | None = None) -> T:
-        """Run `work` on a body of `length` bytes. If the wait for begun work is cancelled, `abandoned` gets the result,
-        in any thread."""
+        """`length` is the body's in bytes. If the wait is cancelled, `abandoned` gets any result, in any thread."""
         if length <= _SHORT and not self._always:
             return work()
         future = (self._long if length > _LONG else self._ordinary).submit(work)
@@ -49,7 +48,7 @@ class Workers:
 
 
 class _Threads:
-    """Daemon threads, because a ThreadPoolExecutor's would be joined at exit."""
+    """Daemon threads: a ThreadPoolExecutor's would be joined at exit."""
 
     def __init__(self, count: int) -> None:
         self._count = count

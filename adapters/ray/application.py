@@ -1,4 +1,4 @@
-"""Ray Serve application of engines and an ingress, and the used parts of Ray."""
+"""Ray Serve application of engines and an ingress."""
 
 from __future__ import annotations
 
@@ -108,14 +108,14 @@ def make_application(
 
     A request's topic is its session, which Ray's ConsistentHashRouter maps to a replica; the replica orders.
 
-    - `make_engine`, which Ray pickles, makes each replica's ASGI application with OpenAI's API: `EmbeddedEngine`, or a
-      function that returns the proxy's `make_app` for the replica's own server.
+    - `make_engine`, which Ray pickles, makes each replica's application: `EmbeddedEngine`, or a function that returns
+      the proxy's `make_app` for the replica's own server.
     - `topics`: across deployments they need a secret.
     - `replicas`, `ingress`: options of the two deployments. Above a replica's `max_ongoing_requests` (64) requests go
       to the next one.
     - `proxy`: options of the proxy's `make_app` that find documents or limit clients.
 
-    Raises UnsupportedRayError for a Ray that lacks used parts, ValueError for a request router in `replicas`.
+    Raises UnsupportedRayError, ValueError for a request router in `replicas`.
     """
     check_ray()
     options = dict(replicas or {})
@@ -168,10 +168,8 @@ def _has(name: str, parameters: tuple[str, ...]) -> bool:
 class EmbeddedEngine:
     """Maker of a replica's engine, with the model in `folder` and an orderer of its tiers.
 
-        app = make_application(EmbeddedEngine("/models/llama", EngineSettings(device_tokens=65_536)))
-
-    `orderer` has the orderer's settings (default: the engine's sizes), `options` are the proxy's. In the replica it
-    raises ImportError without torch, and the errors of `TieredEngine.load`.
+    Sizes in `orderer` default to the engine's; `options` are the proxy's. In the replica this raises ImportError
+    without torch, and the errors of `TieredEngine.load`.
     """
 
     def __init__(

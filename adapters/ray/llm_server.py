@@ -19,7 +19,7 @@ with needs("ray,vllm", "Ray's LLM server"):
 __all__ = ["BY_SESSION", "OrderedLLMServer"]
 
 BY_SESSION = RequestRouterConfig(request_router_class=application.BY_SESSION)
-"""The `request_router_config` that sends requests with the same `x-session-id` to the same replica."""
+"""`request_router_config` that sends requests with one `x-session-id` to one replica."""
 
 
 class OrderedLLMServer(LLMServer):  # type: ignore[misc]

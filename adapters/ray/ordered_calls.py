@@ -44,7 +44,7 @@ class OrderedCalls:
         self._workers = Workers(always=tokens.exact)
 
     async def run(self, route: Route, call: Call, request: Any, *others: Any) -> AsyncIterator[Any]:
-        """Return the answers of `call`. Raises MalformedDocumentsError and the errors of `call`."""
+        """Return `call`'s answers. Raises MalformedDocumentsError and `call`'s errors."""
         body = request.model_dump_json(exclude_unset=True).encode()
         try:
             sent = await self._workers.run(partial(self._order, route, body), len(body), abandoned=methodcaller("end"))

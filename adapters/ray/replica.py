@@ -36,7 +36,7 @@ class Lifespan:
         self._start: asyncio.Task[asyncio.Task[None]] | None = None
 
     async def begin(self) -> None:
-        """Start the application unless it has started. Raises RuntimeError if it cannot; the next call tries again."""
+        """Raises RuntimeError if the application cannot start; the next call tries again."""
         if self._start is None or (self._start.done() and (self._start.cancelled() or self._start.exception())):
             self._start = asyncio.ensure_future(self._begun())
         # If this request is cancelled, the start goes on for the next one.
@@ -72,7 +72,7 @@ class Lifespan:
 
 
 class ReplicaRequest(NamedTuple):
-    """HTTP request as Ray carries it to a replica. `target`: path and query; header names are in lower case."""
+    """HTTP request to a replica. `target`: path and query; header names are in lower case."""
 
     method: str
     target: bytes
@@ -91,8 +91,8 @@ class ReplicaRequest(NamedTuple):
 
 
 class EngineReplica:
-    """Replica that answers requests with an ASGI application. `answer` yields nothing of a chat or completion before
-    its first token (not streamed: its end), so that until then the caller may try another replica."""
+    """Replica that answers with an ASGI application. `answer` yields nothing of a chat or completion before its first
+    token (not streamed: its end): until then the caller may try another replica."""
 
     def __init__(self, make_engine: Callable[[], ASGIApp]) -> None:
         app = make_engine()
@@ -130,7 +130,7 @@ class EngineReplica:
         return await self._transport.handle_async_request(sent)
 
     async def __del__(self) -> None:
-        """Shut down the application. Ray calls this before it ends the replica."""
+        """Ray calls this before it ends the replica."""
         await self._lifespan.end()
 
 

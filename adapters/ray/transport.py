@@ -1,4 +1,4 @@
-"""An httpx2 transport to the replicas of a deployment, and their answers."""
+"""httpx2 transport to a deployment's replicas, and their answers."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _RETRY = [(b"retry-after", b"1")]
 TRIES = 3
 """Most replicas that a request is sent to."""
 REFUSED = (502, 503)
-"""Statuses of an engine that takes no requests: another replica's may."""
+"""Statuses of an engine that takes no requests."""
 
 
 class ReplicaLostError(UpstreamError): ...
 
 
 class ReplicaAnswer(httpx2.AsyncByteStream):
-    """Response of `EngineReplica.answer`'s items, each within `timeout_s` of the one before. A stream cut off between
-    two events ends with an error event. Closing it cancels the request."""
+    """Response of `EngineReplica.answer`'s items, each within `timeout_s`. A stream cut off between events ends with an
+    error event. Closing it cancels the request."""
 
     def __init__(self, items: DeploymentResponseGenerator, timeout_s: float | None = None) -> None:
         self._items = items
@@ -47,7 +47,7 @@ class ReplicaAnswer(httpx2.AsyncByteStream):
         self._of_events = False
 
     async def begin(self) -> httpx2.Response:
-        """Return the unread response. Raises HTTPError, if a replica is concerned UpstreamError or ReplicaLostError."""
+        """Return the unread response. Raises HTTPError; for a failed replica UpstreamError or ReplicaLostError."""
         try:
             first = await self._next()
             if first is None:
@@ -110,8 +110,8 @@ def as_http_errors() -> Iterator[None]:
 
 
 class ReplicaTransport(httpx2.AsyncBaseTransport):
-    """Transport to the replica of a request's `x-session-id`, or to any without one. If the replica is lost before its
-    answer has begun, or takes no requests, any other one gets the request."""
+    """Transport to the replica of a request's `x-session-id`, or to any without one. If that replica is lost before its
+    answer begins, or takes no requests, a repeatable request goes to any replica."""
 
     def __init__(self, replicas: DeploymentHandle) -> None:
         self._replicas = replicas.options(method_name="answer", stream=True)

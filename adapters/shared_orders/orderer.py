@@ -1,4 +1,4 @@
-"""An orderer that shares its orders by a stream of Valkey or Redis."""
+"""Orders shared by a stream of Valkey or Redis."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MOST_TOKENS = 10_000_000
 _LONGEST_NAME = 1024
 _MOST_BYTES = 1 << 20
 LENGTH = 10_000
-"""Approximate number of orders that the stream keeps for new processes."""
+"""Approximate number of orders kept for new processes."""
 _FIELD = b"order"
 # Number of an order in its process: identifies orders written or read twice.
 _NUMBER = b"number"
@@ -61,7 +61,7 @@ class UnreadableError(RagorderError, ValueError):
 
 @readable_by_threads
 class SharedOrder(msgspec.Struct, frozen=True, array_like=True):
-    """Keys and lengths of a request's documents by rank, and the rank at each position of the prompt."""
+    """Keys and lengths of a request's documents by rank, and the rank at each position."""
 
     process: bytes
     scope: Any
@@ -110,10 +110,10 @@ def _check(order: SharedOrder) -> None:
 
 
 class OrderLog:
-    """Appends orders, and passes each order of another process once to `apply`, which must not raise.
+    """Appends orders, and passes each one of another process once to `apply`, which must not raise.
 
-    Nothing waits for the server: while it is lost, up to `LENGTH` orders are kept, and `lost` gets the error's type.
-    Raises ValueError for a malformed URL, ImportError without ragorder[proxy].
+    Nothing waits for the server: while it is lost, `LENGTH` orders are kept, and `lost` gets the error's type. Raises
+    ValueError for a malformed URL, ImportError without ragorder[proxy].
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class OrderLog:
             self.start()
 
     def close(self) -> None:
-        """End the threads after their next wait. Takes no lock, so that a finaliser can call it."""
+        """End the threads after their next wait. Takes no lock: a finaliser calls it."""
         self._stopped = True
 
     def _again(self, work: Callable[[Any], None]) -> None:
@@ -209,7 +209,7 @@ class OrderLog:
                 self.last = _START
 
     def _ends_before(self, client: Any) -> bool:
-        """Return whether the stream has started over: it then may end before the last entry read."""
+        """Return True if the stream has started over and ends before the last entry read."""
         newest = client.xrevrange(self._stream, count=1)
         return _place(newest[0][0] if newest else _START) < _place(self.last)
 
@@ -247,10 +247,10 @@ class SharedOrderer(Orderer):
 
         orderer = SharedOrderer("redis://127.0.0.1:6379/0", capacity_tokens=262_144)
 
-    Orders, without texts, go into a `stream` for each engine on a Valkey or Redis server, and from it into the trees of
-    the other processes; a new process reads the last 10,000. Ordering never waits for the server: without it each
-    process continues alone, with one `DegradedWarning`, and catches up later. With `at_once=False` only `share` shares
-    an order (`make_app(on_sent=orderer.share)`). Raises as `OrderLog`.
+    Orders, without texts, go through a `stream` for each engine on a Valkey or Redis server into the other processes'
+    trees; a new process reads the last 10,000. Ordering never waits for the server: without it each process continues
+    alone, with one `DegradedWarning`, and catches up later. With `at_once=False` only `share` shares an order
+    (`make_app(on_sent=orderer.share)`). Raises as `OrderLog`.
     """
 
     _clones: tuple[ref[Orderer], ...] = ()
@@ -271,7 +271,7 @@ class SharedOrderer(Orderer):
             self.share(documents, ordering.permutation, scope=scope, lengths=lengths)
 
     def clone(self, **changes: Unpack[OrdererOptions]) -> Orderer:
-        """Return an orderer that shares nothing, but knows other processes' orders, for a fair comparison."""
+        """For a fair comparison the clone shares nothing, but knows other processes' orders."""
         clone = super().clone(**changes)
         # Replaced, never changed: the thread of the log may be reading it.
         self._clones = (*(known for known in self._clones if known() is not None), ref(clone))

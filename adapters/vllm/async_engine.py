@@ -1,4 +1,4 @@
-"""vLLM in this process as the engine of a pipeline."""
+"""vLLM in this process as a pipeline's engine."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class AsyncVLLM:
         engine = AsyncVLLM(AsyncLLM.from_engine_args(arguments))
         pipeline = ordered_pipeline(engine, **parts, requests=engine.requests)
 
-    Prompts are tokens: `OrderedPrompts(…, prompts="token_ids")`; options are those of SamplingParams. `send_salt`: a
-    string scope becomes the `cache_salt`. `send_facts`: `extra_args` get document ends and a digest of the scope (None:
-    if the engine has ragorder's tiers). Raises ImportError without vllm.
+    Prompts are tokens: `OrderedPrompts(…, prompts="token_ids")`; options are SamplingParams'. `send_salt`: a string
+    scope becomes the `cache_salt`. `send_facts`: `extra_args` get document ends and a digest of the scope (None: if the
+    engine has ragorder's tiers). Raises ImportError without vllm.
     """
 
     def __init__(self, engine: Any, *, send_salt: bool = True, send_facts: bool | None = None) -> None:
@@ -41,7 +41,7 @@ class AsyncVLLM:
         return int(self._engine.output_processor.get_num_unfinished_requests())
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
-        """Raises the engine's errors, ValueError for messages and for a scope that cannot be a salt."""
+        """Raises the engine's errors, ValueError for messages or a scope that cannot be a salt."""
         if request.token_ids is None:
             raise ValueError("vLLM in this process takes token ids only: give OrderedPrompts(…, prompts='token_ids')")
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}

@@ -23,13 +23,13 @@ _REQUESTS = re.compile(r"^vllm:num_requests_(?:waiting|running)(?:\{[^}\n]*\})? 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """KV cache of each of a server's data-parallel `engines`. What the server does not publish is None.
+    """KV cache of each of a server's data-parallel `engines`. None means not published.
 
         read_cache_config("http://host:8000").capacity_tokens
 
     `block_size`: the unit of prefix hits, in tokens. `host_tokens`, `disk_tokens`, `tier_policy`: of ragorder's tiers,
-    published after an engine's first request if these order its device. `hybrid`: layers such as Mamba and GDN resume
-    only at stored states (docs/vllm.md).
+    published after an engine's first request if these order its device. `hybrid`: layers such as Mamba resume only at
+    stored states (docs/vllm.md).
     """
 
     block_size: int
@@ -42,7 +42,7 @@ class CacheConfig:
     hybrid: bool | None = None
 
     def completes(self, settings: Settings) -> dict[str, Any]:
-        """Return missing sizes, and the tiers' policy if the tiers' sizes are missing."""
+        """Return missing sizes, and the tiers' policy with their sizes."""
         found: dict[str, Any] = {"block_size": self.block_size, "capacity_tokens": self.capacity_tokens}
         tiers = {"host_tokens": self.host_tokens, "disk_tokens": self.disk_tokens}
         # Sizes given by hand belong to this orderer, and so does their policy.
@@ -58,7 +58,7 @@ def read_cache_config(base_url: str, *, timeout_s: float = 5.0, api_key: str | N
 
 
 def engine_cache_config(vllm_config: Any) -> CacheConfig:
-    """Read the `VllmConfig` of a vLLM in this process. Raises ServerError if it has not started."""
+    """Raises ServerError if the engine of this `VllmConfig` has not started."""
     facts = {name: str(value) for name, value in vars(vllm_config.cache_config).items()}
     engines = vllm_config.parallel_config.data_parallel_size
     return replace(_one_engine(facts, engines, "the engine"), engines=engines)
@@ -88,7 +88,7 @@ def cache_config(server: Server) -> CacheConfig:
 
 
 def _tiers(page: str, capacity_tokens: int, engines: int) -> dict[str, Any]:
-    """Return the sizes of an engine's host and disk. `capacity_tokens` is the sum of all devices."""
+    """`capacity_tokens` is the sum of all devices."""
     sizes = dict.fromkeys(("device", "host", "disk"), 0.0)
     for tier, size in _CAPACITY.findall(page):
         sizes[tier] = sizes.get(tier, 0.0) + float(size)
@@ -136,6 +136,6 @@ def _why(page: str) -> str:
 
 
 def requests_on(page: str) -> int | None:
-    """Return the waiting and running requests of a /metrics page, or None if it has no count."""
+    """Return a /metrics page's waiting and running requests, or None without a count."""
     counts = [int(float(count)) for count in _REQUESTS.findall(page)]
     return sum(counts) if counts else None

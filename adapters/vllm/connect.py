@@ -82,9 +82,9 @@ def connect(
 def hybrid_rules(block_tokens: int) -> CacheRules:
     """Return the cache rules of a hybrid model (vLLM 0.32, docs/vllm.md).
 
-    A layer of Mamba, GDN and the like has one state for a whole prefix. By default (`mamba_cache_mode "align"`,
-    `prefix_cache_retention_interval 0`) vLLM keeps the states at the last block of a prompt and where requests diverge,
-    which it detects at the second one.
+    A layer of Mamba, GDN or the like has one state for a whole prefix. By default (`mamba_cache_mode "align"`,
+    `prefix_cache_retention_interval 0`) vLLM keeps states at a prompt's last block and where requests diverge, which it
+    detects at the second one.
     """
     return CacheRules(
         f"hybrid model, blocks of {block_tokens}",
@@ -101,7 +101,6 @@ def hybrid_rules(block_tokens: int) -> CacheRules:
 
 
 def _read_settings(base_url: str, settings: Settings, api_key: str | None) -> tuple[Settings, list[str], bool]:
-    """Return completed settings, the server's deficiencies, and whether its model is treated as hybrid."""
     missing = []
     with Server(base_url, timeout_s=_TIMEOUT_S, api_key=api_key) as server:
         try:
@@ -130,7 +129,7 @@ def _read_settings(base_url: str, settings: Settings, api_key: str | None) -> tu
 
 
 def _is_proxy(server: Server) -> bool:
-    """True even if its own servers do not answer."""
+    """Return True even if its servers do not answer."""
     try:
         server.get_json("/ragorder/health")
     except ServerError:
@@ -167,7 +166,7 @@ def following_events(
 
 
 def _degrade_on_silence(orderer: _LiveOrderer) -> Callable[[KVEventSubscriber], None]:
-    """Degrade the orderer after a long silence since its first use or the last event."""
+    """Degrade the orderer after a long silence since first use or the last event."""
     # The subscriber's thread must not keep a dropped orderer alive.
     reference = ref(orderer)
     last_event = time.monotonic()

@@ -50,7 +50,7 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 @dataclass(slots=True)
 class EventCounters:
-    """`start_overs`: without the engine's first events; `restarts`: new engines; `silences`: replays without an answer;
+    """`start_overs`: without the engine's first events; `restarts`: new engines; `silences`: unanswered replays;
     `garbage`: unreadable messages and events; `orphans`: stored blocks with an unknown parent."""
 
     batches: int = 0
@@ -144,7 +144,7 @@ _NOTHING = _EventBatch(-1, b"")
 
 
 class KVEventSubscriber:
-    """Synchronises `blocks` with an engine, on its own thread, until it is closed.
+    """Synchronises `blocks` with an engine, on its own thread, until closed.
 
         events = KVEventSubscriber(blocks, "tcp://host:5557", "tcp://host:5657")
 
@@ -297,7 +297,7 @@ class KVEventSubscriber:
             self._catch_up()
 
     def _catch_up(self) -> bool:
-        """Replay missed batches, and check for another engine. Return False without an answer."""
+        """Return False without an answer."""
         self.counters.replays += 1
         known = self._next - 1
         told = self._replay(max(0, known))
@@ -355,7 +355,7 @@ class KVEventSubscriber:
         self._synchronised.set()
 
     def _replay(self, first: int) -> Generator[_EventBatch, None, None]:
-        """Yield the available batches from `first` on. Raises TimeoutError without an answer."""
+        """Yield available batches. Raises TimeoutError without an answer."""
         wanted, heard = first, _WHOLE_ANSWER
         while heard >= _WHOLE_ANSWER:
             heard = 0

@@ -1,4 +1,4 @@
-"""Ordering of documents inside vLLM's own server, or another ASGI application."""
+"""Ordering inside vLLM's own server, or another ASGI application."""
 
 from __future__ import annotations
 
@@ -45,10 +45,8 @@ _logger = logging.getLogger("ragorder")
 
 
 class MiddlewareSettings(Settings):
-    """Settings of `OrderDocuments`: the orderer's, and how documents are found.
-
-    Arguments come first, then the environment (RAGORDER_TEMPLATE=auto), then the TOML file that RAGORDER_CONFIG names.
-    """
+    """Settings of `OrderDocuments`: arguments come first, then the environment (RAGORDER_TEMPLATE=auto), then the TOML
+    file that RAGORDER_CONFIG names."""
 
     template: str | None = Field(
         None, description="How documents are found in messages that are not tagged: see --template of `ragorder serve`."
@@ -81,7 +79,7 @@ class MiddlewareSettings(Settings):
 
 class OrderDocuments:
     """ASGI middleware that orders documents for an application with OpenAI's, Anthropic's or Cohere's API: `ragorder
-    serve` without a process of its own.
+    serve` without its own process.
 
         vllm serve MODEL --middleware ragorder.adapters.vllm.OrderDocuments
         app.add_middleware(OrderDocuments, capacity_tokens=100_000)  # FastAPI, Starlette
@@ -89,7 +87,7 @@ class OrderDocuments:
     In vLLM's server block size, capacity and KV events are the engine's. `options` are fields of `MiddlewareSettings`.
     After an internal error a request is answered as it came, unless its documents would be lost. `/ragorder` shows the
     saving, `/ragorder/stats` as JSON, `/ragorder/metrics` for Prometheus. With invalid settings the server does not
-    start; without its lifespan each request raises ValueError.
+    start; without its lifespan requests raise ValueError.
     """
 
     def __init__(self, app: ASGIApp, settings: MiddlewareSettings | None = None, **options: Any) -> None:
@@ -296,7 +294,7 @@ def _templates_of(own: MiddlewareSettings) -> list[DocumentTemplate]:
 
 
 def _orderer_of(own: MiddlewareSettings, settings: Settings) -> Any:
-    """Return an orderer, or a `SharedOrderer`. Raises ValueError for settings that do not fit."""
+    """Raises ValueError for settings that do not fit."""
     if own.shared_orders is None:
         return Orderer(settings)
     from ragorder.adapters.shared_orders import SharedOrderer

@@ -1,4 +1,4 @@
-"""The vLLM engine in whose server this process is."""
+"""The vLLM engine of this process's server."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ _ANY_ADDRESS = re.compile(r"^tcp://(?:\*|0\.0\.0\.0|\[::\])(?=:)")
 
 
 class OwnEngine(NamedTuple):
-    """Settings with the engine's sizes, and what is `missing`. With `events_endpoint` its KV events can be followed, by
-    `tokens`."""
+    """`settings` have the engine's sizes. With `events_endpoint` KV events can be followed, by `tokens`."""
 
     settings: Settings
     missing: list[str]

@@ -51,8 +51,8 @@ _TOKEN_IDS = range(100, 256)
 def profile_server(
     base_url: str, *, api_key: str | None = None, budget_s: float = 10.0, cache: ProfileCache | None = None
 ) -> PrefillProfile | None:
-    """Return the cached profile that a server with `--profile auto` awaits, or measure it with load times and cache it
-    for this user's engines on this machine. Return None if the server awaits none. Raises ServerError."""
+    """Return the profile that a server with `--profile auto` awaits (None if it awaits none): cached, or measured with
+    load times and cached for this user's engines on this machine. Raises ServerError."""
     cache = cache or ProfileCache()
     with Server(base_url, timeout_s=_TIMEOUT_S, api_key=api_key) as server:
         prefills = _Prefills(server, *_model_of(server))
@@ -177,7 +177,7 @@ class _Prefills:
 
 
 def copy_times(page: str, token_bytes: float) -> dict[str, float]:
-    """Return seconds per token from "host" and "disk" to the device, by the loads so far, or else the stores."""
+    """Return seconds per token from "host" and "disk" to the device, by loads so far, or else stores."""
     sums: dict[str, float] = {}
     for found in _COPIES.finditer(page):
         sums[found["name"]] = sums.get(found["name"], 0.0) + float(found["value"])
@@ -203,11 +203,11 @@ class Answered(NamedTuple):
 
 
 class TierLoads:
-    """Measurement of an idle server's load times from ragorder's tiers, in seconds a token.
+    """Measures an idle server's load times from ragorder's tiers, in seconds a token.
 
-    `send` requests one token for a prompt and a salt. Random prompts are sent until the device, and then the host, has
-    evicted the first one, which is sent again: its load time is the excess over a prefill with the same prefix on the
-    device. Raises ServerError, also if the server takes no prompt of a block.
+    `send` requests one token for a prompt and a salt. Random prompts are sent until the device, then the host, has
+    evicted the first, which is sent again: its load time is the excess over a prefill with the prefix on the device.
+    Raises ServerError, also if the server takes no prompt of a block.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class TierLoads:
     def measure(
         self, repeats: int, limit_s: float, progress: Callable[[int], Advance] = lambda samples: lambda: None
     ) -> PrefillProfile:
-        """Add `loads` to the profile: medians of up to `repeats` samples, but at least the server's own copy times."""
+        """Add `loads`: medians of up to `repeats` samples, but at least the server's own copy times."""
         samples = self._samples
         self._deadline = time.monotonic() + limit_s
         self._fill(1)
@@ -302,7 +302,7 @@ class TierLoads:
             self._sent.append(prompt)
 
     def _probe(self) -> str | None:
-        """Return the tier of the oldest prompt, or None if several tiers had parts of it."""
+        """Return the oldest prompt's tier, or None if several had parts of it."""
         token_ids, salt = self._sent.popleft()
         before = self._hits()
         answer = self._send([*token_ids, *self._token_ids(self._new_tokens)], salt)
@@ -316,7 +316,7 @@ class TierLoads:
         return None
 
     def _counted(self, before: Hits, prompt_tokens: int) -> Hits:
-        """Wait until the server has counted the request, after its last token."""
+        """Wait for the server's count, which follows the last token."""
         deadline = time.monotonic() + _COUNTED_S
         found = self._hits() - before
         while found.total < prompt_tokens and time.monotonic() < deadline:

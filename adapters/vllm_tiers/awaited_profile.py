@@ -1,4 +1,4 @@
-"""Prefill profile of an engine, measured while it runs if missing."""
+"""An engine's prefill profile, measured while it runs if missing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PrefillCosts(Protocol):
 
 
 class AwaitedProfile:
-    """Cached profile of `key`, looked for every 5 s at most; before that every token costs the same."""
+    """Cached profile of `key`, looked for every 5 s at most; until found, every token costs the same."""
 
     def __init__(
         self, key: str, cache: ProfileCache | None = None, clock: Callable[[], float] = time.monotonic
@@ -65,7 +65,7 @@ def _changed_ns(path: Path) -> int | None:
 
 
 def note_profile(vllm_config: Any) -> None:
-    """Add the engine's profile key to `kv_connector_extra_config`. Never raises: without it tokens cost the same."""
+    """Add the engine's profile key to `kv_connector_extra_config`. Never raises."""
     try:
         key = profile_key(_identity(vllm_config))
     except Exception as error:

@@ -30,7 +30,7 @@ class TierWorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
 
 
 class RecomputesFailedLoads:
-    """Mixin for copies that may fail: prompts of failed loads are computed, chunks of failed stores dropped."""
+    """Mixin: prompts of failed loads are computed, chunks of failed stores dropped."""
 
     connector_scheduler: Any
     connector_worker: Any

@@ -30,7 +30,7 @@ _Place = tuple[int, int, int]
 
 
 class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies whole blocks in its own thread. Failed jobs count as finished, and are in `take_failures`."""
+    """Copies in its own thread. Failed jobs count as finished, and are in `take_failures`."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int) -> None:
         """Raises ValueError for another layout; the caller then keeps `region`."""

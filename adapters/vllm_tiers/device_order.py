@@ -25,7 +25,7 @@ _NO_FACTS = RequestFacts()
 
 
 class WatchedQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
-    """vLLM's free queue, which tells `watcher` every block that is taken or freed. The watcher must not raise."""
+    """vLLM's free queue, which tells `watcher` each block taken or freed. The watcher must not raise."""
 
     def __init__(self, blocks: list[Any], watcher: DeviceOrder) -> None:
         super().__init__(blocks)
@@ -79,8 +79,7 @@ class DeviceOrder:
     """Evicts cached blocks of vLLM's pool by a tier's policy, in O(log n) per block.
 
     The tier has the cached blocks by hash, and pins those in use. When vLLM needs blocks, the front of its free queue
-    gets spare ones, whose content another block has, then those that the tier evicts. After an error this order stays
-    off.
+    gets spare ones, whose content another block has, then the tier's victims. After an error this order stays off.
     """
 
     def __init__(self, pool: Any, tier: Tier, *, now: Callable[[], float] = time.monotonic) -> None:
@@ -108,8 +107,8 @@ class DeviceOrder:
     def finished(
         self, block_ids: Sequence[int], cached_tokens: int, cost: float | None, facts: RequestFacts = _NO_FACTS
     ) -> None:
-        """Count a finished request's uses of its blocks, in prompt order, before vLLM frees them. Tokens after the
-        first `cached_tokens` were computed, at `cost` seconds each."""
+        """Count a request's uses of its blocks, in prompt order, before vLLM frees them. Tokens after the first
+        `cached_tokens` were computed, at `cost` seconds each."""
         blocks = [block for block in map(self._pool.blocks.__getitem__, block_ids) if block.block_hash is not None]
         keys: list[Key] = [block.block_hash for block in blocks]
         parents = [None, *keys][: len(keys)]

@@ -1,4 +1,4 @@
-"""Disk tier: chunks of vLLM's host tier in a bounded folder."""
+"""Chunks of vLLM's host tier in a bounded folder."""
 
 from __future__ import annotations
 

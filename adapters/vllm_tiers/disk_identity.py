@@ -1,7 +1,7 @@
 """Identity of an engine's KV and weights: all inputs of a chunk's bytes.
 
-vLLM's keys are digests of tokens alone; `note_model` adds facts that only a connector's configuration has. Not covered:
-LoRA adapters or weights replaced under the same path in a running engine.
+vLLM's keys are digests of tokens alone. Not covered: LoRA adapters or weights replaced under the same path in a running
+engine.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class UnknownWeightsError(RagorderError): ...
 
 
 class WeightDigests:
-    """Digests of models' files, whole; cached in the file `memory` by inode, size, mtime and ctime, unless other users
-    can write it."""
+    """Digests of models' whole files, cached in `memory` by inode, size, mtime and ctime, unless other users can write
+    it."""
 
     def __init__(self, memory: Path | None = None) -> None:
         self._memory = memory

@@ -1,4 +1,4 @@
-"""Threads for jobs of many small steps, urgent ones first."""
+"""Threads for jobs of many small steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ChunkJob:
 
 
 class JobThreads:
-    """Threads that run urgent jobs first, even between steps of others. A step that raises has failed. Thread-safe."""
+    """Runs urgent jobs first, even between steps of others. A step that raises has failed. Thread-safe."""
 
     def __init__(self, threads: int, name: str, logger: logging.Logger) -> None:
         self._logger = logger

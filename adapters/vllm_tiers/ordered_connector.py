@@ -1,4 +1,4 @@
-"""Tier connector with vLLM's own device blocks evicted by our policy."""
+"""Tier connector with vLLM's device blocks evicted by our policy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def order_device(pool: Any, groups: int, settings: TierSettings) -> DeviceOrder 
 
 
 class DeviceOrderConnector(OffloadingConnector):  # type: ignore[misc]
-    """vLLM's offloading connector with ordered device blocks. Requests count once, when finished."""
+    """Connector with ordered device blocks. Requests count once, when finished."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -1,4 +1,4 @@
-"""Entry point `vllm.general_plugins`: vLLM's processes call it, with or without tiers."""
+"""Entry point `vllm.general_plugins`, called by vLLM's processes even without tiers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PACKAGE = "ragorder.adapters.vllm_tiers"
 
 
 def register() -> None:
-    """Register the names with vLLM's factories. Idempotent; never raises."""
+    """Register with vLLM's factories. Idempotent; never raises."""
     try:
         check_vllm()
         _register()

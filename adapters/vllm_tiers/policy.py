@@ -1,4 +1,4 @@
-"""Eviction from the host tier, a `CachePolicy` of vLLM, and its requests."""
+"""vLLM `CachePolicy` of the host tier, and its requests."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RequestPath:
 
     @property
     def cached(self) -> int:
-        """Number of cached chunks: all if vLLM looked up none."""
+        """Cached chunks: all if vLLM looked up none."""
         return len(self.keys) if self._device is None else max(self._device, self._loaded)
 
     def counts(self, key: OffloadKey) -> bool:
@@ -131,8 +131,8 @@ class _Either:
 
 
 class HostPolicy(CachePolicy):  # type: ignore[misc]
-    """Policy for chunks in host memory. A request counts once for each chunk of its prompt (with facts: of its
-    documents); a chunk costs what the request that computed it took per new token."""
+    """A request counts once for each chunk of its prompt (with facts: of its documents); a chunk costs what the request
+    that computed it took per new token."""
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
@@ -151,7 +151,7 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
         profile: PrefillCosts = LINEAR,
         max_cached_documents: int | None = None,
     ) -> None:
-        """Set the options before the first chunk, since vLLM gives a capacity only. `history`: 0 for none."""
+        """Set the options before the first chunk. `history`: 0 for none."""
         if self._chunks:
             raise ValueError("the host tier already holds chunks: configure it before its first use")
         self.name = policy
@@ -172,7 +172,7 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
         return path.keys[: len(path.awaited)]
 
     def settle(self, request: ReqContext) -> None:
-        """Release the chunks of a request that waits no longer."""
+        """Release a request's reserved chunks."""
         path = path_of(request)
         self._awaited.remove(path.awaited)
         path.awaited = ()

@@ -1,4 +1,4 @@
-"""Settings of the tiers, and their --kv-transfer-config."""
+"""Settings of the tiers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _KEY = "ragorder"
 
 
 class TierSettings(KVTierSettings):
-    """Settings of the tiers in vLLM, and maker of its --kv-transfer-config.
+    """Settings of the tiers in vLLM, and its --kv-transfer-config.
 
         vllm.LLM(model, kv_transfer_config=TierSettings(host_bytes=8 << 30).kv_transfer_config())
 
-    Raises pydantic.ValidationError for an unknown name or a value out of range.
+    Raises pydantic.ValidationError for unknown names and values out of range.
     """
 
     host_bytes: int = Field(ge=1, description="Host memory for KV, for all GPUs of one engine together.")

@@ -1,4 +1,4 @@
-"""vLLM's tiers with our settings, policy and counts, and copies that may fail."""
+"""vLLM's tiers with our settings, policy and counts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MAX_TENANTS = 1024
 
 
 class TierManager(TieringOffloadingManager):  # type: ignore[misc]
-    """Manager of host and disk. Raises ValueError if the host's policy is not a `HostPolicy`."""
+    """Raises ValueError if the host's policy is not a `HostPolicy`."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
         self._policy.counts.failed_transfers += count
 
     def stores_failed(self, chunk_ids: set[int]) -> None:
-        """Note the host chunks whose stores are about to be reported as complete, but have failed."""
+        """Note host chunks whose failed stores are about to be reported as complete."""
         self._failed_chunks |= chunk_ids
 
     @override
@@ -153,8 +153,7 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
 
 
 class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
-    """Maker of manager and worker: vLLM's own copies on GPUs, ours on a CPU. Raises UnsupportedVLLMError,
-    ValueError."""
+    """vLLM's own worker copies on GPUs, ours on a CPU. Raises UnsupportedVLLMError, ValueError."""
 
     _manager: Any
     _worker: Any
@@ -218,7 +217,7 @@ class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
         return self._worker
 
     def _remove_name(self) -> None:
-        """Unlink the file in /dev/shm, which would outlive a killed engine. All workers have it open."""
+        """The file in /dev/shm would outlive a killed engine. All workers have it open."""
         region = self._scheduler_mmap
         if region is not None and not region._creator:
             with suppress(OSError):

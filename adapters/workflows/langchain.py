@@ -30,11 +30,9 @@ class WorkflowRetriever(BaseRetriever):
         retriever = WorkflowRetriever(workflows=workflows, graph=hyde().compile())
 
     - `documents`: their name in the workflow's state.
-    - `convert`: maps the workflow's document to LangChain's (default: from a `ragorder.Document`).
+    - `convert`: makes LangChain's documents (default: from `ragorder.Document`).
     - `state`: values of the graph's `inputs`.
     - `scope`: the tenant.
-
-    Raises the server's errors.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -67,8 +65,6 @@ def _document(document: ragorder.Document) -> Document:
 
 
 class _WorkflowModel(BaseChatModel):
-    """Chat model for one question, which streams if a callback reads tokens (LangGraph)."""
-
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     workflows: SkipValidation[SharedWorkflows]

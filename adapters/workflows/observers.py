@@ -1,4 +1,4 @@
-"""Observers of a workflow server: Prometheus metrics, OpenTelemetry spans and a file of traces."""
+"""Observers of a workflow server: metrics, spans and a file of traces."""
 
 from __future__ import annotations
 
@@ -20,14 +20,7 @@ _TOTAL_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 
 
 class WorkflowMetrics(PrometheusMetrics):
-    """Observer for a workflow server with Prometheus metrics by graph.
-
-        metrics = WorkflowMetrics()
-        server = ordered_workflows(…, observers=[metrics])
-        page = generate_latest(metrics.registry)
-
-    `registry` as for `PrometheusMetrics`.
-    """
+    """Observer for a workflow server with Prometheus metrics by graph."""
 
     prefix = "ragorder_workflow"
 
@@ -79,12 +72,8 @@ class WorkflowMetrics(PrometheusMetrics):
 
 
 class WorkflowTracing(SpanTracer):
-    """Observer for a workflow server: a span `ragorder.workflow` for each request, with one for each piece of work.
-
-        server = ordered_workflows(…, observers=[WorkflowTracing()])
-
-    `tracer` as for `SpanTracer`.
-    """
+    """Observer for a workflow server: an OpenTelemetry span `ragorder.workflow` for each request, with one for each
+    piece of work."""
 
     def __call__(self, trace: WorkflowTrace) -> None:
         end_ns = time.time_ns()
@@ -120,13 +109,13 @@ class WorkflowTracing(SpanTracer):
 
 
 class TraceLog:
-    """Observer for a workflow server that writes a line of JSON for each request, without its text, for `ragorder
-    workflow trace`. Thread-safe, a context manager.
+    """Observer for a workflow server: a line of JSON for each request, without its text, for `ragorder workflow trace`.
+    Thread-safe.
 
         with TraceLog("trace.jsonl") as log:
             server = ordered_workflows(…, observers=[log])
 
-    Raises OSError for a file that cannot be written.
+    Raises OSError for an unwritable file.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -67,7 +67,7 @@ def _question(question: NodeQuestion) -> Question:
 
 @dataclass(frozen=True, slots=True)
 class WorkflowPrefix:
-    """System prompt of all generations, warmed up by one of one token without documents."""
+    """System prompt of all generations, warmed up by one of one token."""
 
     prefix: SystemPrefix
     prompts: WorkflowPrompts
@@ -79,7 +79,6 @@ class WorkflowPrefix:
         return self.prefix.is_cached(_question(question))
 
     async def prefill(self, question: NodeQuestion, /) -> None:
-        """Raises the engine's errors. Cancelling aborts the request."""
         committed = self.prompts.commit(NodeQuestion("", question.scope, max_tokens=1), ())
         await self.prefix.engine.prefill(committed.request, committed.confirm, committed.discard)
 
@@ -123,9 +122,9 @@ def ordered_workflows(
     - `transformations`: None for all, () for stage by stage.
     - `warm_up`: prefill an uncached system prompt during searches, if `transformations` is None.
     - `max_prefill_bs`, `token_budget`, `requests`: as for `ordered_pipeline`; they admit speculative generations.
-    - `observers`: get the trace of each ended request; one that fails is logged once and dropped.
+    - `observers`: one that fails is logged once and dropped.
 
-    Other options as for `WorkflowServer`. Raises ValueError for invalid `prompts` and for limits below 1.
+    Other options as for `WorkflowServer`. Raises ValueError for invalid `prompts` and limits below 1.
     """
     prefix = SystemPrefix(orderer, builder, engine, prompts)
     load = PromptLoad(prefix.engine, max_prefill_bs=max_prefill_bs, token_budget=token_budget, requests=requests)

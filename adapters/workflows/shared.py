@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 
 class SharedWorkflows:
-    """Workflow server in an event loop on its own thread, for LangGraph, LangChain and Haystack. Thread-safe.
+    """Workflow server in an event loop on its own thread. Thread-safe.
 
         with SharedWorkflows(lambda: ordered_workflows(engine, search, embed, document, **parts)) as workflows:
             print(workflows.run(graph, "Which drawer?").text)
 
-    `make` is called on that thread: an event loop's clients must be made there. `arun` is for callers with a loop of
-    their own. Once closed, it raises RuntimeError.
+    `make` is called on that thread: an event loop's clients must be made there. `arun` is for callers with their own
+    loop. Once closed, it raises RuntimeError.
     """
 
     def __init__(self, make: Callable[[], WorkflowServer[Any, Any]]) -> None:
@@ -68,7 +68,6 @@ class SharedWorkflows:
 
 
 async def _next(stream: WorkflowStream) -> str | WorkflowResult | None:
-    """Return a piece of the text, then the result once, then None."""
     async for text in stream:
         return text
     result, stream.result = stream.result, None

@@ -169,7 +169,7 @@ class Kept:
 
 @contextmanager
 def kept(output: Path | None) -> Iterator[Kept]:
-    """Yield what keeps the lines, in the folder `output` or on standard output ("-"). Raises StoreError."""
+    """Lines are kept in the folder `output`, or written to standard output ("-"). Raises StoreError."""
     from ragorder.eval.running.store import Store
 
     if str(output) == "-" and sys.stdout is None:
@@ -179,7 +179,7 @@ def kept(output: Path | None) -> Iterator[Kept]:
 
 
 def arguments_given(command: str) -> dict[str, Any]:
-    """Return the options of the command line by their names, as a session records them: without keys."""
+    """Return the command line's options as a session records them: without keys."""
     context = click.get_current_context()
     found: dict[str, Any] = {"command": command}
     for param in context.command.params:

@@ -218,7 +218,6 @@ def profile(
 
 
 def _profile_placement(model: Path | None, output: Path, repeats: int, seed: int, given: dict[str, Any]) -> None:
-    """Measure and write the profile; `given` are the options of the placement."""
     from ragorder.adapters.doctor.memory import choose_budgets
     from ragorder.eval.suites.profiling.placement import Journal, PlacementGrid, measure_placement
     from ragorder.eval.suites.profiling.placement_engine import PlacedSystem

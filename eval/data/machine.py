@@ -39,7 +39,7 @@ def describe_environment() -> dict[str, object]:
 
 
 def _gpus() -> str | None:
-    """Names of the GPUs that NVIDIA's driver reports, without torch, which a simulation does not load."""
+    """Names of NVIDIA's GPUs, without torch, which a simulation does not load."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None

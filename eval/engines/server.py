@@ -39,7 +39,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-"""What every server finds beside this process's own variables."""
+"""Variables of every server beside this process's own."""
 
 _logger = logging.getLogger(__name__)
 _TOPIC = "kv-events"
@@ -166,8 +166,8 @@ class VLLMServer:
         self.stop()
 
     def start(self, timeout_s: float = 240) -> None:
-        """Returns once it answers. SIGTERM to this process ends it, too. One whose engine ends by itself meanwhile is
-        started once more, with a warning: that was seen, rarely, and why is not known."""
+        """Returns once it answers. SIGTERM to this process ends it, too. If its engine ends by itself meanwhile, it is
+        started once more, with a warning."""
         end_on_signals()
         try:
             self._start(timeout_s)

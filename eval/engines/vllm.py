@@ -211,8 +211,7 @@ def _start(vllm: Any, arguments: dict[str, Any]) -> Any:
 
 @contextmanager
 def _hidden(name: str) -> Iterator[None]:
-    """Hide a module from vLLM, which calls `vars()` on every attribute of every module, which llvmlite does not
-    support."""
+    """Hide a module from vLLM, which calls `vars()` on every attribute of every module: llvmlite refuses that."""
     module = sys.modules.pop(name, None)
     try:
         yield

@@ -180,7 +180,7 @@ class PathEngine(_Engine):
 
 
 class UnlimitedPathEngine(_Engine):
-    """The same without evictions: a set of paths."""
+    """`PathEngine` without evictions: a set of paths."""
 
     def __init__(self, *lengths_and_sizes: Any) -> None:
         super().__init__(*lengths_and_sizes)

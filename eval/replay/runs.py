@@ -101,7 +101,7 @@ class _Client:
 
 
 def steps(log: Log) -> int:
-    """The number of calls of `advance` by `replay_run`."""
+    """Calls of `advance` by `replay_run`."""
     return min(_STEPS, len(log))
 
 

@@ -67,7 +67,7 @@ class Replay(Kind):
 
 
 def make_part(suite: Suite, results: Results) -> Part:
-    """Return what was cached, what that saves, why, and the answer, of each replay."""
+    """Return what each replay cached and saves, why, and the answer."""
     reports = [line.report for line in results.of(ReplayRecord, suite.name)]
     part = Part(
         [table for report in reports for table in _tables(report)],

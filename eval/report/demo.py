@@ -1,4 +1,4 @@
-"""The demonstration: questions about Python answered twice, with documents in retrieval order and in ours."""
+"""The demonstration: questions about Python, answered in retrieval order and in ours."""
 
 from __future__ import annotations
 
@@ -214,7 +214,6 @@ class DemoReport:
         )
 
     def _print_answers(self, console: Console, timed: bool) -> None:
-        """All questions as they were asked, with both answers."""
         below = "the cached tokens of the prompt's" + (" and the time to the first token" if timed else "")
         console.print(
             Text.assemble(
@@ -306,7 +305,7 @@ def run_demo(
 
 
 class _Probe:
-    """A fixed piece of work, which takes longer when other programs use the processor."""
+    """A fixed piece of work, slower when other programs use the processor."""
 
     def __init__(self) -> None:
         self._wall_s: list[float] = []

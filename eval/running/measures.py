@@ -61,7 +61,7 @@ class Measures:
 
     def tenths(self) -> dict[str, list[float | None]]:
         """Return for each tenth of the requests, in the order sent, the mean of those in flight when one was sent, and
-        memory of this process and nodes of the tree when the last one was."""
+        this process's memory and the tree's nodes when the last one was."""
         bounds = pairwise((0, *_ends(self.requests)))
         return {
             "in_flight": [round(fmean(self.in_flight[start:stop]), 2) for start, stop in bounds],

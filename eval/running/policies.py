@@ -227,8 +227,8 @@ _RESCALE = 1e200
 
 @tails.register("frequency", "the most requested documents first")
 class FrequencyTail(Tail):
-    """The most frequently requested document first, ties in rank order. A request counts half after `half_life` further
-    ones. Of more than `max_documents` the rarer half is forgotten."""
+    """Ties stay in rank order. A request counts half after `half_life` further ones. Of more than `max_documents` the
+    rarer half is forgotten."""
 
     def __init__(self, half_life: int = 300, max_documents: int = 16_384) -> None:
         self.max_documents = max_documents
@@ -278,8 +278,8 @@ class FrequencyTail(Tail):
 
 @tails.register("popularity", "documents first that are requested 8 times as often")
 class PopularityTail(FrequencyTail):
-    """Documents an order of magnitude (8 times) more popular first; within a class, rank order. Exact frequency order
-    loses on bursts: small differences tear apart what rank order keeps together."""
+    """Documents 8 times as popular first; within a class, rank order. Exact frequency order loses on bursts: small
+    differences tear apart what rank order keeps together."""
 
     def arrange(
         self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting

@@ -76,9 +76,9 @@ class Served:
 
 
 class Run:
-    """One policy on one engine over one trace. A driver calls `send`, has the engine serve the request, and calls `end`
-    or `fail`. `keep` keeps the requests in `served`; `text_builder` builds and times the text where the engine takes
-    token ids only; `timeline` samples the cache."""
+    """A driver calls `send`, has the engine serve the request, and calls `end` or `fail`. `keep` keeps the requests in
+    `served`; `text_builder` builds and times the text where the engine takes token ids only; `timeline` samples the
+    cache."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class Run:
         return getattr(self._policy, "first_error", None)
 
     def fields(self, model: str | None, warmup: int = 0) -> dict[str, Any]:
-        """Return the fields of a `RunRecord` on this run, but for where it belongs."""
+        """Return the fields of this run's `RunRecord`, but for where it belongs."""
         engine = self.engine
         return {
             "engine": {

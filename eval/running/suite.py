@@ -246,7 +246,7 @@ class Suite(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A cell of a suite with one seed, under the policies that are still to be measured."""
+    """A cell of a suite with one seed, under the policies still to be measured."""
 
     suite: Suite
     cell: Any
@@ -364,7 +364,7 @@ class Experiment(Kind, ABC):
 
     @classmethod
     def lacks(cls, suite: Suite) -> str:
-        """Return what the suite needs that is not here by default, in a few words; empty: it runs."""
+        """Return in a few words what the suite needs that is not here by default; empty: it runs."""
         return suite.needs or next((package for package in cls.packages if find_spec(package) is None), "")
 
     def plan(self, suite: Suite) -> Iterator[Job | Missing]:
@@ -388,16 +388,16 @@ class Experiment(Kind, ABC):
                         yield Job(suite, cell, seed, todo, requests, corpus)
 
     def asked(self, suite: Suite) -> Sequence[str]:
-        """Return the suite's policies, only those that the options name if they name any."""
+        """Return the suite's policies that the options choose, by default all."""
         chosen = self.options.policies
         return [policy for policy in suite.policies if chosen is None or policy in chosen]
 
     def applies(self, suite: Suite, cell: Any, policy: str) -> bool:
-        """Whether a policy means something in a cell, or is measured in another one; nothing is said if not."""
+        """Whether a policy means something in a cell; nothing is said if not."""
         return True
 
     def obstacle(self, suite: Suite, cell: Any, policy: str) -> str | None:
-        """The reason why a policy cannot be measured in a cell, such as a missing package or corpus."""
+        """Why a policy cannot be measured in a cell, such as a missing package or corpus."""
         if self.simulated and self.options.engine != "sim":
             return "the engine is simulated: run it without --engine"
         for package, extra in self.packages.items():
@@ -436,8 +436,8 @@ class Experiment(Kind, ABC):
         return self.store.has(self.record.model_fields["type"].default, **key)
 
     def measured_before(self, job: Job) -> Line | None:
-        """A line of the job's cell and seed, of a policy that an interrupted invocation has measured: what all policies
-        share, such as the rate of arrivals, is in its facts, and must not be measured again."""
+        """A line of the job's cell and seed from an interrupted invocation: what all policies share, such as the rate
+        of arrivals, is in its facts, and must not be measured again."""
         key = {"suite": job.suite.name, "cell": job.cell.fields, "seed": job.seed}
         lines = (
             self.store.find(self.record.model_fields["type"].default, **key, policy=each) for each in job.suite.policies
@@ -462,7 +462,7 @@ class Experiment(Kind, ABC):
 
 
 def _folders() -> list[tuple[str, Path]]:
-    """Return the package and the path of each folder that has suites."""
+    """Return package and path of each folder with suites."""
     found: list[tuple[str, Path]] = []
     for home in filter(find_spec, _HOMES):
         for root in map(Path, import_module(home).__path__):

@@ -1,4 +1,4 @@
-"""Attention over a paged cache, in Triton or torch."""
+"""Attention with checks and a choice of backend."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def prefix_attention(
     softcap: float | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Return the attention (T, query heads, D) of new tokens to their cached context and causally to themselves.
+    """Return new tokens' attention (T, query heads, D) to their cached context and causally to themselves.
 
     - `q` (T, query heads, D), `k`, `v` (T, KV heads, D): rotated, packed as in `batch`.
     - `key_cache`, `value_cache`: (blocks, block size, KV heads, D), last stride 1.
@@ -76,10 +76,10 @@ def sparse_attention(
 ) -> Tensor:
     """Return the attention of rows at any positions to their requests' keys (FusionRAG's Q-Sparse-Attn, 4.3).
 
-    As `prefix_attention`, without windows. The caches have the rows' own keys, which `batch.context_lengths` count, and
-    row t attends to keys up to `positions[t]`, int32 (T,). All layers of a step must give the same `positions` object:
-    `batch` caches by it. With `runs`, of the same `Runs.pack` as `batch`, blocks are rows of the caches, and `turn`
-    rotates the queries of each run.
+    As `prefix_attention`, without windows. The caches and `batch.context_lengths` include the rows' own keys; row t
+    attends to keys up to `positions[t]`, int32 (T,). All layers of a step must give the same `positions` object:
+    `batch` caches by it. With `runs`, of the same `Runs.pack` as `batch`, blocks are rows, and `turn` rotates each
+    run's queries.
     """
     _check_tensors({"q": q, "key_cache": key_cache, "value_cache": value_cache}, batch)
     _check_caches(q, key_cache.shape[2], key_cache, value_cache, batch)

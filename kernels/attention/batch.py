@@ -14,7 +14,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 Span = tuple[int, int, int]
-"""Begin and end of a request's new tokens, and tokens of its context."""
+"""Begin and end of a request's new tokens, and its context's tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,7 +22,7 @@ class PackedBatch:
     """R requests with T new tokens, for all layers of a step.
 
     - `query_starts` int32 (R + 1,): first new token of each request, then T.
-    - `context_lengths` int32 (R,): cached tokens. `longest_query`, `longest_context`: maxima.
+    - `context_lengths` int32 (R,): cached tokens.
     - `block_tables` int32 (R, blocks): blocks of the context; further entries are ignored.
     """
 

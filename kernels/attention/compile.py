@@ -1,7 +1,4 @@
-"""Compilation of the table's kernels without a GPU.
-
-Faults are spilled registers, too much shared memory, and tiles of 64 or more rows without wgmma (Hopper).
-"""
+"""Compilation of the table's kernels without a GPU."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""Triton kernels: attention to a paged prefix and new tokens, to cached keys alone, and the merge.
+"""Triton kernels of attention to paged and new keys, and their merge.
 
 A tile is BLOCK_M rows by BLOCK_N keys. A row is one query head of one token; the heads of a group, which share keys
-(GQA), are adjacent. Tiles that all rows see are computed without masks, the others in a last loop. The softmax is
-online, in base 2, with a finite first maximum: exp2(-inf - -inf) is NaN.
-
-No `from __future__ import annotations`: Triton's interpreter reads the annotations.
+(GQA), are adjacent. Tiles that all rows see are computed without masks, the others last. The softmax is online, in
+base 2, with a finite first maximum: exp2(-inf - -inf) is NaN.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# No `from __future__ import annotations`: Triton's interpreter reads the annotations.
 
 import triton
 import triton.language as tl
@@ -22,7 +21,7 @@ ANYWHERE = (
 
 @triton.jit
 def find_request(starts_ptr, tile, requests, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return a tile's request. Request r's tiles begin at starts[r] * GROUP // BLOCK_M + r; the last may be empty."""
+    """Return a tile's request: r's tiles begin at starts[r] * GROUP // BLOCK_M + r; the last may be empty."""
     low = 0
     high = requests
     while low + 1 < high:
@@ -124,7 +123,7 @@ def see_in_part(queries, tail_queries, key_at, value_at, is_key, position, row_l
 
 @triton.jit
 def turn(q_at, dims, is_row, turn_at, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, ADJACENT: tl.constexpr):
-    """Return the queries at `q_at`, rotated by the cosines and signed sines at `turn_at`."""
+    """Return queries at `q_at`, rotated by cosines and signed sines at `turn_at`."""
     queries = tl.load(q_at[:, None] + dims[None, :], mask=is_row[:, None], other=0.0)
     if ROTARY:
         partner = dims ^ 1 if ADJACENT else tl.where(dims < ROTARY // 2, dims + ROTARY // 2, dims - ROTARY // 2)
@@ -141,7 +140,7 @@ def see_runs(q_at, is_row, key_cache_ptr, value_cache_ptr, rows_ptr, positions_p
              runs, low, high, row_high, dims, tail_dims, top, total, sums, tail_sums, scale, cap, key_row, value_row,
              MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr, ROTARY: tl.constexpr,
              ADJACENT: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """Fold in the keys from `low` to `high`, in the order of `Runs`, with queries turned for each run."""
+    """Fold in keys from `low` to `high`, in the order of `Runs`, turning queries for each run."""
     slots = tl.arange(0, BLOCK_N)
     for run in tl.range(0, runs):
         begin = tl.maximum(tl.load(begins_ptr + run), low)
@@ -179,9 +178,8 @@ def attend(
 ):  # fmt: skip
     """Program (tile, KV head, split). A head has MAIN + TAIL dimensions, powers of two; TAIL may be 0.
 
-    The context is in the cache, by the block table; the new tokens follow. `scale` is in base 2, or divided by the cap
-    if CAPPED; `cap` is in base 2. `out` is (tokens, query heads, dimensions). With SPLIT each split writes its float32
-    part to `out` (splits, tokens, query heads, dimensions) and the base-2 logarithm of its weight to `lse`.
+    `scale` is in base 2, or divided by the cap if CAPPED; `cap` is in base 2. `out` is (tokens, query heads,
+    dimensions); with SPLIT each split writes a float32 part (splits, ..), and its weight's base-2 logarithm to `lse`.
     """
     # A request's last tiles see the most keys, so they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)

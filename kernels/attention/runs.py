@@ -1,4 +1,4 @@
-"""Keys in runs of one offset, for which a request's queries are turned."""
+"""Keys in runs of one offset, for which queries are turned."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 from ragorder.kernels.attention.batch import PackedBatch, to_device
 
 UNIT = 32
-"""Keys of one offset that lie together."""
+"""Adjacent keys of one offset."""
 
 _NEVER = 2**31 - 1
-"""Position of a key that fills a unit: no row sees it."""
+"""Position of padding keys: no row sees them."""
 
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -53,8 +53,8 @@ class QueryTurn(NamedTuple):
 class Runs:
     """Keys of R requests in units of one offset, by the first position of each unit (FusionRAG 4.3, A.1).
 
-    Keys of an offset are read `moves[offset]`, int64, positions after where they were computed. They are not turned:
-    their queries are turned back.
+    Keys of an offset are read `moves[offset]` (int64) positions after where they were computed; instead of them, their
+    queries are turned back.
 
     - `positions` int32 (R, keys): each key's position in its request.
     - `units` int32 (R, keys / UNIT): offset of each unit.
@@ -73,8 +73,8 @@ class Runs:
     def pack(
         cls, rows: Sequence[_Ints], moves: Sequence[_Ints], queries: Sequence[_Ints], device: torch.device | str
     ) -> tuple[PackedBatch, Self]:
-        """Pack each request's keys: for each position the row in the pool and the move, and the positions of the
-        `queries`. Blocks of the batch are rows."""
+        """Pack, per request, each position's row in the pool and move, and positions of `queries`. The batch's blocks
+        are rows."""
         ordered = [_order(*each) for each in zip(rows, moves, strict=True)]
         lengths = np.array([len(each.rows) for each in ordered])
         longest = int(lengths.max())
@@ -113,7 +113,7 @@ def _filled(values: _Ints, length: int, value: int) -> _Ints:
 
 
 class _Ordered(NamedTuple):
-    """Rows and positions of the keys, and the move of each unit."""
+    """`moves` are by unit."""
 
     rows: _Ints
     positions: _Ints

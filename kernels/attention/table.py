@@ -10,7 +10,7 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = tuple(range(16, 129, 16))
 
 ROWS = (16, 32, 64, 256, 512)
-"""Upper bounds of the row classes; the last one also serves more rows."""
+"""Upper bounds of row classes; the last also serves more rows."""
 
 SCATTERED_ROWS = 64
 """Largest class for rows at any positions: fewer rows mask fewer keys."""
@@ -66,7 +66,7 @@ _SINGLE: dict[int, tuple[Tile, ...]] = {
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """Return the family; an unknown device counts as the one with the least memory."""
+    """Return the family, for an unknown device the one with the least memory."""
     major, minor = capability
     if major in (9, 10):
         return "sm_90"
@@ -80,7 +80,7 @@ def choose_tile(family: str, head_dim: int, itemsize: int, rows: int) -> Tile:
 
 
 def halves(head_dim: int) -> tuple[int, int]:
-    """Split into a power of two and a rest, a power of two or 0: 80 = 64 + 16."""
+    """Split into powers of two, the second possibly 0: 80 = 64 + 16."""
     main = 1 << (head_dim.bit_length() - 1)
     return main, head_dim - main
 

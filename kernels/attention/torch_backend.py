@@ -1,8 +1,4 @@
-"""Attention in torch: reference, and backend on CPUs.
-
-A request's keys are gathered, and its queries are processed in chunks. One mask of a step, cut to size, serves all
-chunks, requests and layers. Decoding requests of similar length are batched.
-"""
+"""Attention in torch: reference, and backend on CPUs."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ CHUNK = 256
 """Rows per chunk; masked keys are computed too."""
 
 _SLACK_TOKENS = 64
-"""Padding that costs less than another call; for long contexts, an eighth of their length."""
+"""Padding that costs less than another call; in long contexts, an eighth of the length."""
 
 SCORES = 1 << 24
 """Scores per chunk where torch's own attention is not used: 64 MiB."""
@@ -84,12 +80,8 @@ def torch_sparse_attention(q: Tensor, caches: Caches, batch: PackedBatch, ranges
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
-    """R requests with one new token each, padded to L keys.
-
-    - `tokens` int64 (R,): indices of their new tokens; `blocks` (R x blocks,).
-    - `places` int64 (R,): indices of the new keys in L.
-    - `mask` (R, 1, 1, L), additive; `hidden` int64: indices of hidden keys in R x L.
-    """
+    """R requests with one new token and L keys: `tokens` int64 (R,), `blocks` (R x blocks,), `places` int64 (R,) of new
+    keys in L, additive `mask` (R, 1, 1, L), `hidden` int64 in R x L."""
 
     tokens: Tensor
     blocks: Tensor
@@ -146,7 +138,7 @@ def _mask(batch: PackedBatch, like: Tensor, window: int | None, queries: int, ke
 
 
 def alike(spans: list[Span], window: int | None) -> list[list[int]]:
-    """Return the requests with one new token, by similar length."""
+    """Group requests with one new token by similar length."""
 
     def keys(row: int) -> int:
         context = spans[row][2]
@@ -207,7 +199,7 @@ def _gather(cache: Tensor, table: Tensor, last: int) -> Tensor:
 
 
 def hiding(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the additive mask that hides these keys."""
+    """Return an additive mask."""
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
 
 
@@ -249,7 +241,7 @@ def _aligned(mask: Tensor) -> Tensor:
 
 
 def scaled(scores: Tensor, rule: Rule) -> Tensor:
-    """Scale products of queries and keys, and cap them, in place."""
+    """Scale and cap scores in place."""
     if rule.softcap is None:
         return scores.mul_(rule.scale)
     return scores.mul_(rule.scale / rule.softcap).tanh_().mul_(rule.softcap)

@@ -29,11 +29,8 @@ def torch_run_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
-    """R requests with one row each.
-
-    - `tokens` int64 (R,): their rows. `rows` int64 (KV heads, R x keys): their keys of each head.
-    - `offsets` int64 (R, units); `mask` (R, 1, keys) for float32 scores.
-    """
+    """R requests with one row, `tokens` int64 (R,). Keys' `rows` int64 (KV heads, R x keys), `offsets` int64 (R,
+    units), float32 `mask` (R, 1, keys)."""
 
     tokens: Tensor
     rows: Tensor

@@ -1,4 +1,4 @@
-"""Knowledge cache: documents' KV on device, host and disk."""
+"""The knowledge cache."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ragorder.trie.profile import LINEAR, PrefillProfile
 
 
 def prefetch(tiers: Hierarchy, nodes: Iterable[CachedNode]) -> list[DeviceCopy]:
-    """Begin to load nodes, evicting no prefetched ones. Return the copies, each pinned once."""
+    """Begin to load nodes, evicting no prefetched ones. Return copies, each pinned once."""
     loaded: list[DeviceCopy] = []
     # One by one, so that a document that appears twice is loaded once.
     for node in nodes:
@@ -109,16 +109,15 @@ def _are_numbers(pool: BlockPool, blocks: Sequence[int], node: CachedNode) -> bo
 class KnowledgeCache:
     """KV of documents in blocks, keyed by path, on three tiers (RAGCache 5.1). One thread calls everything but `stats`.
 
-        lease = cache.acquire(segments_of(token_ids, ends))  # pin the cached prefix, begin to load it
-        cache.extend(lease, len(token_ids))  # wait, and allocate blocks for the other tokens
-        cache.commit(lease, len(token_ids))  # others may share them: compute from lease.cached_tokens on
+        lease = cache.acquire(segments_of(token_ids, ends))
+        cache.extend(lease, len(token_ids))
+        cache.commit(lease, len(token_ids))  # others may share the nodes: compute from lease.cached_tokens on
         cache.release(lease)
 
     Nodes are committed before their step runs, so it must write all its KV before reading any; discard its leases first
     if it fails. A lease may borrow copies of documents outside its cached prefix (FusionRAG 4.1): read them from
-    `extend` until `give_back` or the lease's end. `identity` names the model for the disk. The `replicate_nodes` most
-    used nodes are copied to the host early. With `layers_in_host`, which may be empty, each layer's KV
-    of requests is on the device or, for these at first, in host memory (`move_layer`).
+    `extend` until `give_back` or the lease's end. The `replicate_nodes` most used nodes are copied to the host early.
+    `layers_in_host`, which may be empty, have requests' KV in host memory at first; None rules out `move_layer`.
     """
 
     def __init__(
@@ -215,7 +214,7 @@ class KnowledgeCache:
             self._tables.grow(lease, tokens)
 
     def count_borrowed(self, lease: KVLease, computed: Container[bytes] = ()) -> TierTokens:
-        """Count the use of borrowed nodes. Return their tokens, without those of `computed` ones."""
+        """Count the use of borrowed nodes. Return the tokens of those not `computed`."""
         new = (each for each in lease.borrowed if each.copy.node.key not in computed)
         found = TierTokens.of((each.copy.origin, each.tokens) for each in new)
         for borrowed in lease.borrowed:
@@ -231,7 +230,7 @@ class KnowledgeCache:
         self._keep_borrowed(lease, [])
 
     def commit(self, lease: KVLease, tokens: int) -> None:
-        """Insert the nodes within the first `tokens` tokens, or share equal ones. Implies `mark_computed`."""
+        """Insert nodes within the first `tokens` tokens, or share equal ones. Implies `mark_computed`."""
         self.mark_computed(lease)
         if tokens > lease.tokens:
             raise ValueError(
@@ -244,7 +243,7 @@ class KnowledgeCache:
         self._uses.count_path(found, lease.path[known : known + len(new)], lease.cached_tokens, tokens)
 
     def mark_computed(self, lease: KVLease) -> None:
-        """Mark pending nodes as READY: their step has run or is queued on the device."""
+        """Mark pending nodes READY: their step has run or is queued."""
         if lease.closed:
             raise ValueError("the lease was released: acquire another one")
         for copy in lease.pending:
@@ -271,8 +270,8 @@ class KnowledgeCache:
         self._close(lease)
 
     def purge(self, keys: Iterable[bytes], *, found: Iterable[bytes] = ()) -> None:
-        """Remove nodes, of `found` those with NaN or inf, and all their descendants from all tiers. Leases keep their
-        blocks, but commit nothing after such a node."""
+        """Remove nodes, of `found` those with NaN or inf, and all descendants from all tiers. Leases keep their blocks,
+        but commit nothing after such a node."""
         for copy in purge(self._tiers, keys, found):
             self._withdraw(copy)
             for lease in self._leases.values():
@@ -301,8 +300,8 @@ class KnowledgeCache:
         self._tiers.poll()
 
     def resize(self, *, device_blocks: int | None = None, host_blocks: int | None = None) -> None:
-        """Resize the pools between two steps; leases' blocks may get other numbers. Raises OutOfBlocksError if the used
-        blocks do not fit, MemoryError without room for old and new pool, changing nothing."""
+        """Resize pools between two steps; leases' blocks may be renumbered. Raises OutOfBlocksError if used blocks do
+        not fit, MemoryError without room for old and new pool, changing nothing."""
         if device_blocks is not None:
             if device_blocks < 1:
                 raise ValueError(f"device_blocks is {device_blocks}: give 1 or more")
@@ -312,19 +311,19 @@ class KnowledgeCache:
 
     @property
     def layers_in_host(self) -> tuple[int, ...]:
-        """The layers whose KV of requests lies in host memory."""
+        """Layers with requests' KV in host memory."""
         return self.pool.in_host if isinstance(self.pool, LayeredPool) else ()
 
     def move_layer(self, layer: int, *, to_host: bool) -> None:
-        """Move the KV that requests use in a layer, between two steps. Raises MemoryError, with nothing changed;
-        ValueError unless the pool is layered."""
+        """Move requests' KV of a layer between two steps. Raises MemoryError, changing nothing; ValueError unless the
+        pool is layered."""
         if not isinstance(self.pool, LayeredPool):
             raise ValueError("the pool is not layered: all its KV stays on the device")
         self._tiers.drain()
         self.pool.move(layer, to_host=to_host)
 
     def replace_device(self, blocks: int) -> None:
-        """Move the device's KV down a tier, and replace the pool. Raises MemoryError."""
+        """Move the device's KV down a tier, and replace the pool. Raises MemoryError, and ValueError while leases exist."""
         self._sizes.replace_device(blocks)
 
     def forget_device(self) -> None:

@@ -29,8 +29,8 @@ _Copy = tuple[CopyKind, CopyLocation]
 
 
 class Contents:
-    """Nodes by a document's content (`Segment.content`), while a tier has them; of the copies after other documents
-    only the latest. Not thread-safe."""
+    """Copies by `Segment.content`, while a tier has them; of those after other documents only the latest. Not
+    thread-safe."""
 
     def __init__(self, held: Callable[[bytes], bool]) -> None:
         self._held = held
@@ -53,8 +53,8 @@ class Contents:
             self._most = max(_FEWEST, 2 * self._entries)
 
     def cover(self, documents: Sequence[bytes]) -> list[CopyLocation | None]:
-        """Return the copy to use, or None, of each document: a preprocessed one, else the one that continues the last
-        copy, else the one that begins the longest run."""
+        """Return each document's copy to use, or None: a preprocessed one, else the one that continues the last copy,
+        else the one that begins the longest run."""
         alive = [self._alive(content) for content in documents]
         runs: list[dict[bytes, int]] = []
         following: dict[bytes, int] = {}

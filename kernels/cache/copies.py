@@ -53,7 +53,7 @@ class Copy:
 
 
 class Copies:
-    """Running copies; `poll` handles the ended ones. Not thread-safe."""
+    """`poll` handles ended copies. Not thread-safe."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
@@ -86,7 +86,7 @@ class Copies:
                 copy.end()
 
     def leaving(self, pool: BlockPool) -> int:
-        """Return how many of the pool's blocks the running copies will free."""
+        """Return the number of blocks that running copies will free."""
         held = Counter(block for copy in self._leaving(pool) for block in copy.source_blocks)
         return sum(pool.references(block) == count for block, count in held.items())
 

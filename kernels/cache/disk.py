@@ -26,8 +26,8 @@ def store_identity(identity: str, shape: KVShape) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DiskSettings:
-    """`bytes` in the folder `path`, for one process. Nodes to write take up to `backlog_bytes` of memory; more are
-    dropped. Raises ValueError."""
+    """`bytes` in the folder `path`, for one process. Nodes to write beyond `backlog_bytes` of memory are dropped.
+    Raises ValueError."""
 
     path: Path
     bytes: int
@@ -47,8 +47,8 @@ class _Write:
 
 
 class StoreTier:
-    """Nodes in a `ChunkStore`. Writes never block: nodes wait in a backlog, from which they can be read. If the store
-    cannot be opened, this is logged and counted, and the tier stays empty."""
+    """Nodes in a `ChunkStore`. Writes never block: nodes wait in a readable backlog. If the store cannot be opened,
+    this is logged and counted, and the tier stays empty."""
 
     def __init__(
         self,

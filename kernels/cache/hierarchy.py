@@ -17,8 +17,8 @@ from ragorder.trie.policies import AwaitedNodes, Tier
 
 
 class Hierarchy:
-    """Nodes in memory by key, and their tiers. Evicted nodes move from the device to the host, and from there, with
-    their ancestors, to the disk. `on_load_failed` gets the GONE copy."""
+    """Nodes in memory by key, and their tiers. Evicted nodes move from device to host, and from there, with their
+    ancestors, to disk. `on_load_failed` gets the GONE copy."""
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class Hierarchy:
         return key in self.nodes or (self.disk is not None and key in self.disk)
 
     def load(self, nodes: Sequence[CachedNode], protected: Container[bytes] = ()) -> list[DeviceCopy]:
-        """Pin nodes on the device and load absent ones, up to one that the disk has lost. Raises OutOfBlocksError,
-        changing nothing."""
+        """Pin nodes on the device and load absent ones, up to one lost by the disk. Raises OutOfBlocksError, changing
+        nothing."""
         pinned: list[tuple[Tier | StoreTier, CachedNode]] = []
         for node in nodes:
             source = self._source(node)
@@ -143,7 +143,7 @@ class Hierarchy:
         self._forget(node)
 
     def drop(self, node: CachedNode) -> DeviceCopy | None:
-        """Remove a node that is not being copied from device and host. Return the device's copy."""
+        """Remove a node from device and host, while it is not copied. Return the device's copy."""
         copy = node.device
         if node.host is not None:
             self._drop_host(node, node.host)

@@ -26,7 +26,7 @@ class Borrowed:
 
 @dataclass(slots=True, eq=False, repr=False)
 class KVLease:
-    """Cached blocks and own blocks of one request. Only the cache writes it.
+    """A request's cached and own blocks. Only the cache writes it.
 
     - `cached_tokens`: tokens with KV once `ready`, by tier in `tokens_by_tier`; falls if a load fails.
     - `block_table`: blocks of the first `tokens` tokens, writable from index `writable_from`.
@@ -74,7 +74,7 @@ class BlockTables:
         self._size = pool.shape.block_size
 
     def map(self, lease: KVLease, pinned: list[DeviceCopy]) -> Sequence[DeviceCopy]:
-        """Begin the table with the blocks of pinned nodes. Return the unusable nodes."""
+        """Begin the table with blocks of pinned nodes. Return unusable nodes."""
         kept, tokens = self._usable(pinned)
         table: list[int] = []
         for copy in kept:

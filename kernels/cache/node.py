@@ -51,8 +51,8 @@ class CachedNode:
 
 @dataclass(slots=True, eq=False, repr=False)
 class DeviceCopy:
-    """KV in the device's `blocks`; the first and last may also hold neighbours' tokens. `shares_first`: the first block
-    counts for an ancestor. `origin`: the tier it was loaded from. `prefetched`: not used yet."""
+    """The first and last of the `blocks` may also hold neighbours' tokens. `shares_first`: the first counts for an
+    ancestor. `origin`: the tier it was loaded from. `prefetched`: not used yet."""
 
     node: CachedNode
     blocks: list[int]
@@ -78,7 +78,7 @@ class DeviceCopy:
 
 @dataclass(slots=True, eq=False, repr=False)
 class HostCopy:
-    """KV in the host's blocks. `arrival` is the running copy into them."""
+    """KV in the host's blocks; `arrival`: the running copy into them."""
 
     blocks: list[int]
     arrival: Copy | None = None
@@ -90,7 +90,7 @@ class HostCopy:
 
 
 class DeviceLoad:
-    """A load from the host, or from the disk by `reading`. `succeeded` is None until it ends."""
+    """A load from host, or from disk by `reading`. `succeeded` is None until it ends."""
 
     def __init__(self, copy: DeviceCopy, reading: Future[BlockPool | None] | None) -> None:
         self.copy = copy

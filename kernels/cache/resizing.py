@@ -1,4 +1,4 @@
-"""Resizing of pools between steps (RAGDoll 4.2: KV by share of device and host)."""
+"""Resizing of pools between steps (RAGDoll 4.2)."""
 
 from __future__ import annotations
 

@@ -33,10 +33,9 @@ def segments_of(
 ) -> tuple[Segment, ...]:
     """Return the nodes of a prompt, root first.
 
-    `ends` are the documents' ends in tokens, up to the first one out of order or range. Neither the question nor the
+    `ends` are the documents' ends in tokens, up to the first out of order or range. Neither the question nor the
     prompt's last token (which must be computed) is in a node. Without ends, every `chunk_tokens` tokens are a node.
-    Documents after `prefix_tokens` (0 or one of the ends) have a `content`. A key is the BLAKE2b digest of the parent's
-    key (of `salt` at the root) and the tokens.
+    Documents after `prefix_tokens` (0 or one of the ends) have a `content`. `salt`: the tenant.
 
         >>> [segment.tokens for segment in segments_of(range(10), [4, 7])]
         [4, 3]

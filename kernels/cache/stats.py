@@ -28,8 +28,8 @@ class TierTokens(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class CacheTierStats:
     """`nodes`, `tokens` (None for the disk) and `bytes` are the tree's; `used_bytes` adds leases and copies.
-    `hit_tokens` were found here, `received` nodes copied to here; `failed` could not be copied from here. `refused` is
-    by reason."""
+    `hit_tokens` were found here, `received` nodes copied to here, `failed` ones not copied from here. `refused` is by
+    reason."""
 
     nodes: int = 0
     tokens: int | None = 0

@@ -1,4 +1,4 @@
-"""Uses of nodes by requests, and host copies of the most used ones (RAGCache 6)."""
+"""Uses of nodes, and host copies of the most used (RAGCache 6)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NodeUses:
                 tier.hit_tokens += count
 
     def count_path(self, found: Sequence[Segment], new: Sequence[Segment], cached: int, tokens: int) -> None:
-        """Count a request's nodes. New tokens share the cost of a prefill of `tokens` after `cached` ones."""
+        """Count a request's nodes. New ones share the cost of the prefill from `cached` to `tokens`."""
         segments = [*found, *new]
         if not segments:
             return
@@ -61,7 +61,7 @@ _MOST = 0.5
 
 
 class Replicas:
-    """The `count` most used nodes, pinned in the host. Parents are used at least as often as their children."""
+    """The `count` most used nodes, pinned in the host. Parents are used as often as their children, or more."""
 
     def __init__(self, count: int, tiers: Hierarchy) -> None:
         self._count = count

@@ -1,4 +1,4 @@
-"""Engine within memory budgets: its plan, placement, and memory pressure."""
+"""Engine within memory budgets: plan, placement and pressure."""
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ class StreamedModel:
 def _plan_streamed(
     model: Any, settings: EngineSettings, weights: ModelMemory, shape: KVShape | None = None, slot: int = 0
 ) -> MemoryPlan:
-    """Plan the memory, roughly until `shape` of the KV and the bytes of a `slot` are known."""
     assert settings.device_bytes is not None
     gpu = str(settings.device or "").startswith("cuda")
     layers = [max(slot, each) for each in weights.layers]
@@ -86,7 +85,7 @@ def _plan_streamed(
 
 
 class StreamedMemory:
-    """Memory of an engine with streamed layers: `plan`, and the settings derived from it. Raises BudgetError."""
+    """`plan` of an engine with streamed layers, and the settings derived from it. Raises BudgetError."""
 
     def __init__(self, model: PatchedModel, streamed: StreamedModel, settings: EngineSettings) -> None:
         self.streamer = streamer = streamed.streamer
@@ -134,8 +133,7 @@ class StreamedMemory:
             streamer.room = self.room(plan.slots, plan.step_tokens, self.settings.max_requests)
 
     def room(self, slots: int, step_tokens: int, requests: int) -> Callable[[int], int]:
-        """Return the bytes for slots by tokens of a step: a small one's unused workspace holds layers read ahead
-        (RAGDoll 4.3)."""
+        """Return the bytes for slots by a step's tokens: unused workspace holds layers read ahead (RAGDoll 4.3)."""
         workspace, least = self.weights.workspace, slots * self.streamer.store.slot_bytes
 
         def room(tokens: int) -> int:
@@ -146,7 +144,7 @@ class StreamedMemory:
 
 class MemoryPressure:
     """Gives memory back between steps (RAGDoll 4.2): smaller steps, a smaller pool with KV moved down a tier, then
-    layers. After many steps without a shortage, pool and layers grow back."""
+    layers. After many steps without a shortage they grow back."""
 
     def __init__(self, scheduler: Scheduler, cache: KnowledgeCache, memory: StreamedMemory | None) -> None:
         self._scheduler = scheduler
@@ -159,8 +157,8 @@ class MemoryPressure:
         self._calm = 0
 
     def shrink(self, tokens: int, unfinished: Collection[Sequence], *, failed: bool) -> bool:
-        """Give memory back after a step of `tokens` tokens, so that the pool still fits each `unfinished` request.
-        After a `failed` step its blocks are useless. Return False if nothing is left to give back."""
+        """Give memory back after a step of `tokens` tokens; the pool still fits each `unfinished` request. A `failed`
+        step's blocks are useless. Return False if nothing is left to give."""
         self._calm = 0
         if failed:
             self._scheduler.requeue()
@@ -187,7 +185,7 @@ class MemoryPressure:
             raise MemoryError("not enough memory for the KV of a request")
 
     def hold(self, tokens: int) -> bool:
-        """Fit a request; layers make way for one that needs more than the planned pool."""
+        """Fit a request, evicting layers if it needs more than the planned pool."""
         while self.fit(tokens) and self._cache.pool.blocks < self._cache.shape.blocks_for(tokens):
             if not self.make_blocks():
                 return False
@@ -214,7 +212,7 @@ class MemoryPressure:
                 self._cache.resize(device_blocks=min(max(1, 2 * blocks), self._blocks))
 
     def make_blocks(self) -> bool:
-        """Evict layers for a request. Return False without layers to evict, or without memory."""
+        """Evict layers for a request. Return False without layers or memory."""
         if self._streamer is None:
             return False
         before = self._streamer.held_bytes
@@ -230,7 +228,7 @@ class MemoryPressure:
 
     @property
     def residency(self) -> Residency:
-        """The tiers of the layers now. Raises ValueError without a streamer."""
+        """The layers' tiers now. Raises ValueError without a streamer."""
         if self._streamer is None:
             raise ValueError(_WHOLE)
         return self._streamer.residency
@@ -243,7 +241,7 @@ class MemoryPressure:
         self._residency = self._streamer.residency
 
     def next_move(self, residency: Residency) -> LayerMove | None:
-        """As `LayerStreamer.next_move`. Raises MemoryError if memory ran short, which has ended the move."""
+        """As `LayerStreamer.next_move`. Raises MemoryError if a shortage has ended the move."""
         assert self._streamer is not None
         if not self._streamer.moves_to(residency):
             raise MemoryError("memory ran short while layers moved: they stay where they are now")
@@ -257,19 +255,19 @@ class MemoryPressure:
         self._streamer.end_move()
 
     def kv_moves(self, in_host: int) -> tuple[list[int], bool]:
-        """Return the layers whose KV changes its place if that of `in_host` layers lies in host memory, and whether it
-        leaves the device."""
+        """Return the layers whose KV must move for `in_host` layers' KV in host memory, and whether it leaves the
+        device."""
         layers, now = self._cache.shape.layers, self._cache.layers_in_host
         wanted = Residency.of_host(layers, now).with_counts(layers - in_host, in_host).in_host
         return sorted({*now} ^ {*wanted}), in_host > len(now)
 
     def move_kv(self, layer: int) -> None:
-        """Move the KV of a layer to the other place, between two steps. Raises MemoryError."""
+        """Move a layer's KV to the other place between two steps. Raises MemoryError."""
         self._cache.move_layer(layer, to_host=layer not in self._cache.layers_in_host)
 
     def begin_place(self, placement: Placement, residency: Residency, unfinished: Collection[Sequence]) -> None:
-        """Reduce what becomes smaller, and begin to move layers. Changes nothing if running requests need the KV that
-        the placement takes: raises OutOfBlocksError."""
+        """Reduce what becomes smaller, and begin to move layers. Raises OutOfBlocksError, changing nothing, if requests
+        need the KV that the placement takes."""
         assert self._streamer is not None
         scheduler, pool = self._scheduler, self._cache.pool
         host_bytes = self._cache.stats().host.capacity_bytes
@@ -341,7 +339,7 @@ class MemoryPressure:
         return True
 
     def _forget_tables(self) -> None:
-        """Drop copies of block tables, since resizing renumbers blocks."""
+        # Resizing renumbers blocks.
         turns = self._scheduler.with_turns
         if any(sequence.selecting is not None for sequence in turns):
             self._scheduler.requeue()
@@ -359,9 +357,8 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 def load_streamed(
     name: str | Path, settings: EngineSettings, *, source: Callable[[Checkpoint], Source] | None = None
 ) -> StreamedModel:
-    """Load a causal language model with only the weights outside the decoder layers in memory. `source` replaces the
-    checkpoint as the layers' reader. Raises BudgetError before reading anything, ModelLoadError, UnsupportedModelError.
-    """
+    """Load a model with only the weights outside its decoder layers in memory. `source` replaces the checkpoint as the
+    layers' reader. Raises BudgetError before reading anything, ModelLoadError, UnsupportedModelError."""
     device = pick_device(settings.device)
     config = load_config(name)
     _check_quantised(name, config)

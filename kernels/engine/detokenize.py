@@ -19,8 +19,8 @@ _PENDING_TOKENS = 8
 # tokenizers' DecodeStream cannot replace this: it needs a fast tokenizer, and with byte fallback it returns nothing
 # after bytes that do not make a character.
 class TextStream:
-    """Pieces of text that are never revised and add up to `text`; none without a tokenizer. The prompt's last tokens
-    give the first word its space. Possible beginnings of `stop` strings are held back."""
+    """Pieces of text, never revised, that add up to `text`; none without a tokenizer. The prompt's last tokens give the
+    first word its space. Possible beginnings of `stop` strings are held back."""
 
     def __init__(self, tokenizer: Any | None, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
         self.text = ""

@@ -1,4 +1,4 @@
-"""Embedded engine: a language model with documents' KV on three tiers."""
+"""The embedded engine."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ _FORWARD_FAILED = "the model's forward failed"
 
 
 class TieredEngine:
-    """Serves a transformers model from a paged KV pool, with documents cached on three tiers.
+    """Serves a transformers model, with documents' KV cached on three tiers.
 
         with TieredEngine.load("Qwen/Qwen2.5-0.5B-Instruct") as engine:
             [completion] = engine.generate([Request(token_ids, document_ends)])
 
-    Answers equal those of the model without a cache. With `reuse="fused"` marked documents are also reused at other
-    positions, and answers approximate the model's (FusionRAG). A step that fails with the device is computed again
-    (RAGCache section 6). With `device_bytes`, `load` streams the decoder layers that do not fit (RAGDoll 4.2, 4.3).
+    Answers equal those of the model without a cache; with `reuse="fused"` they approximate them (FusionRAG). A step
+    that fails with the device is computed again (RAGCache section 6). With `device_bytes`, `load` streams decoder
+    layers that do not fit (RAGDoll 4.2, 4.3).
 
     Any thread may call; one runs at a time. `generate` and `stream` call `step`. Until `close` the model has the
     engine's attention. Raises UnsupportedModelError; `step` and `add` raise DeviceLostError once only another process
@@ -158,7 +158,7 @@ class TieredEngine:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt with its answer: layers make way for it where the pool is smaller now."""
+        """Maximum tokens of a prompt with its answer: layers make way if the pool is smaller now."""
         return min(self.max_model_len, self._validator.device_tokens)
 
     @property
@@ -198,7 +198,7 @@ class TieredEngine:
             return self._updates.take()
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
-        """Serve requests together. Return completions in order; refused ones have the finish reason "error"."""
+        """Serve requests together. Return completions in order; refused ones have finish reason "error"."""
         completions: dict[int, Completion] = {}
         ids: list[int] = []
         try:
@@ -258,7 +258,7 @@ class TieredEngine:
             )
 
     def relieve(self) -> bool:
-        """Give memory back between two steps, see `MemoryPressure`. Return False if nothing is left to give."""
+        """Give memory back as `MemoryPressure` does. Return False if nothing is left to give."""
         with self._lock:
             self._failures.check_device()
             if self._closed:
@@ -267,7 +267,7 @@ class TieredEngine:
             return self._relieve(self._scheduler.step_tokens)
 
     def resize(self, *, device_tokens: int | None = None, host_bytes: int | None = None) -> None:
-        """Resize the KV pools from the next step on; smaller pools evict by the policy. Raises OutOfBlocksError if
+        """Resize the KV pools from the next step on; smaller ones evict by the policy. Raises OutOfBlocksError if
         requests need more, and MemoryError; both keep the sizes."""
         with self._lock:
             self._ready_for_pools()
@@ -276,10 +276,10 @@ class TieredEngine:
                 self._validator = replace(self._validator, device_tokens=self.device_tokens)
 
     def place(self, placement: Placement) -> None:
-        """Place layers and KV while requests run, reductions first. Layers move one after the other between steps, and
-        no step waits for a read (RAGDoll 5). Returns once all have moved. Raises ValueError for a model that does not
-        stream or has another number of layers, OutOfBlocksError if requests need the KV now, RuntimeError after
-        `close`; after LayerReadError what can go back has gone back. A MemoryError leaves what was reached."""
+        """Place layers and KV while requests run, reductions first, and return once all have moved. Layers move one by
+        one between steps, and no step waits for a read (RAGDoll 5). Raises ValueError for another number of layers or a
+        model that does not stream, OutOfBlocksError if requests need the KV now, RuntimeError after `close`; after
+        LayerReadError what can go back has gone back. A MemoryError leaves what was reached."""
         self._moves.place(placement, lambda: self.placement)
         with self._lock:
             # A request that needs more than a smaller pool is still served: layers make way for it.
@@ -287,12 +287,11 @@ class TieredEngine:
             self._validator = replace(self._validator, device_tokens=most)
 
     def move_layers(self, residency: Residency) -> Residency:
-        """Move the decoder layers while requests run, as `place` does. Return the reached residency. Raises
-        LayerReadError."""
+        """Move decoder layers as `place` does. Return the reached residency. Raises LayerReadError."""
         return self._moves.move(residency)
 
     def forget_device(self) -> None:
-        """Drop the device's KV, as after a failure. Requests are computed again from host and disk."""
+        """Drop the device's KV. Requests are computed again from host and disk."""
         with self._lock:
             self._forget_work()
             self._scheduler.requeue()
@@ -479,5 +478,4 @@ class TieredEngine:
 
 
 def _requests(sequences: Iterable[Sequence]) -> list[Sequence]:
-    """Return the answered requests; helpers count as their owners."""
     return list(dict.fromkeys(sequence.owner or sequence for sequence in sequences))

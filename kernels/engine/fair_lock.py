@@ -1,4 +1,4 @@
-"""Re-entrant lock that a waiting thread gets before the one that has it."""
+"""Re-entrant lock that a waiting thread gets before its last owner."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from threading import Lock, get_ident
 
 
 class FairLock:
-    """An RLock would go to the thread that computes one step after the other, and others would never get it."""
+    """An RLock would always go to the thread that computes one step after the other."""
 
     def __init__(self) -> None:
         self._held = Lock()

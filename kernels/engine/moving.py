@@ -1,4 +1,4 @@
-"""Moves of an engine's layers and KV pools while requests run (RAGDoll 5)."""
+"""Moves of layers and KV pools while requests run (RAGDoll 5)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ragorder.pipelining.placement.base import Placement
 
 
 class Moves:
-    """One move at a time, in its caller's thread, which takes the engine's lock between two steps, and reads without
-    it. `ready` raises if the engine cannot move now."""
+    """One move at a time, in its caller's thread, which takes the engine's lock between steps, and reads without it.
+    `ready` raises if the engine cannot move now."""
 
     def __init__(
         self,

@@ -33,8 +33,8 @@ class ShortOfMemoryError(RequestRefusedError):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """`temperature` 0 takes the likeliest token. A `seed` gives the same samples beside any other requests. Text
-    excludes `stop` strings; `stop` tokens add to the end-of-text ones. `logprobs`: alternatives per token."""
+    """`temperature` 0: the likeliest token. A `seed` gives the same samples beside any requests. Text excludes `stop`
+    strings; `stop` tokens add to end-of-text ones. `logprobs`: alternatives per token."""
 
     max_tokens: int = 16
     temperature: float = 0.0
@@ -68,12 +68,12 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Prompt tokens, and the documents' ends from the prompt's beginning, ascending.
+    """Prompt tokens, and documents' ends from the prompt's beginning, ascending.
 
-    - `prefix_tokens`: first tokens that are a node of their own, such as the system prompt.
+    - `prefix_tokens`: first tokens in a node of their own, such as the system prompt.
     - `salt`: requests with the same one share the cache.
     - `expected_uses`: for each end, a forecast of requests with all documents up to it.
-    - `fusion`: reuse with `reuse="fused"`; None means the engine's settings. The first `exact_documents` are exact.
+    - `fusion`: with `reuse="fused"`; None means the engine's settings. The first `exact_documents` are exact.
     - `keep_question`: warms up a system prompt (its only document) and a question before its fused request.
     - `keep_logits`: keeps the first token's logits. `deadline_s` runs from `add`.
     """
@@ -105,8 +105,8 @@ class Completion:
     """`token_ids` include a stop token, `text` does not. Times run from `add`; `tbt_s` is the mean time between tokens.
     `logits` (vocabulary,) are fp32 on the CPU.
 
-    Of the prompt's tokens, `cached` are an exact prefix, `fused` were reused at other positions, and `recomputed` of
-    these were recomputed. `fault` is the cause of an `error`, or None if the request caused it.
+    Of the prompt's tokens, `cached` are an exact prefix, `fused` were reused at other positions (`recomputed`: those of
+    them computed again). `fault` is the cause of an `error`, None if the request caused it.
     """
 
     request_id: int

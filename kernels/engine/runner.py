@@ -1,4 +1,4 @@
-"""Computation of steps, choice of the next tokens, and recovery from failed steps (RAGCache section 6)."""
+"""Computation of steps, sampling, and recovery from failures (RAGCache section 6)."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class ModelRunner:
         self._graphs = StepGraphs(forward, pool, GraphCapture.of(forward, pool))
 
     def compute(self, chunks: list[ScheduledChunk]) -> tuple[torch.Tensor, list[SampledToken]]:
-        """Return the next token, with logits, of each chunk that is its sequence's last."""
+        """Return the next tokens, with logits, of chunks that are the `last`."""
         packed = [chunk for chunk in chunks if not chunk.selects]
         found = self._compute(packed) if packed else (torch.empty(0), [])
         # After the other chunks, which may compute documents of the prompt.
@@ -133,7 +133,7 @@ Ended = list[tuple[Sequence, str, Fault]]
 
 
 class FailedSteps:
-    """Handles failed steps. `lost` is why the device cannot be used any more, or None."""
+    """`lost`: why the device cannot be used any more, or None."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class FailedSteps:
             raise DeviceLostError(self.lost)
 
     def recover(self, sequences: list[Sequence], error: Exception, what: str, shrink: Callable[[], bool]) -> Ended:
-        """Requeue failed work, after a memory shortage in smaller steps if it can `shrink`. Return the requests without
+        """Requeue failed work, after a memory shortage in smaller steps if it can `shrink`. Return requests without
         retries left. Raises DeviceLostError."""
         fault, why = fault_of(error), describe(error, what)
         if fault == "other":

@@ -31,7 +31,7 @@ _by_turn = attrgetter("turn")
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """The next `tokens` of a sequence: the `last` before a choice, or a part of its selection (`selects`)."""
+    """The next `tokens` of a sequence: the `last` before a choice, or part of its selection (`selects`)."""
 
     sequence: Sequence
     tokens: int
@@ -40,9 +40,9 @@ class ScheduledChunk:
 
 
 class Scheduler:
-    """Waiting and running sequences. The next turn goes to the waiting sequence with the largest cached / computation
-    length, but none is overtaken by more than `window` later ones (0: in order of arrival). It runs once its prefix is
-    loaded and all tokens have blocks. If blocks run out, the latest turns are preempted. A sequence keeps its turn."""
+    """The next turn goes to the waiting sequence with the largest cached / computation length, but none is overtaken by
+    more than `window` later ones (0: in order of arrival). It runs once its prefix is loaded and all tokens have
+    blocks. If blocks run out, the latest sequences are preempted; they keep their turns."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Scheduler:
             self._discard(each)
 
     def reject(self, sequence: Sequence) -> None:
-        """Remove a sequence with suspect KV, its nodes, and found ones with NaN or inf."""
+        """Remove a sequence, its nodes, and found ones with NaN or inf."""
         self.drop(sequence)
         self._cache.purge(sequence.nodes, found=sequence.found)
 
@@ -160,7 +160,7 @@ class Scheduler:
         return self._max_requests
 
     def limit(self, step_tokens: int, max_requests: int) -> None:
-        """Set the sizes of later steps. Requests that run go on."""
+        """Set the sizes of later steps. Running requests go on."""
         self._max_batch_tokens = self._step_tokens = step_tokens
         self._max_requests = max_requests
         self._full = False
@@ -286,7 +286,7 @@ class Scheduler:
         return sequence
 
     def _try_start(self, sequence: Sequence, left: int, chunks: list[ScheduledChunk]) -> int:
-        """Return the tokens of its first chunk or its helpers'; 0 while its prefix loads. Raises OutOfBlocksError."""
+        """Return the tokens of its or its helpers' first chunks; 0 while its prefix loads."""
         if sequence.helpers:
             return 0
         if sequence.lease is None:

@@ -1,4 +1,4 @@
-"""Measurements for selections of critical tokens, on the engine's model and pool."""
+"""Measurements for selections of critical tokens."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ragorder.kernels.paging import BlockPool, Gathered, Places
 
 
 def attended(forward: Forward, pool: BlockPool, piece: Piece) -> Tensor:
-    """Return fp32 (keys,): attention from the piece's rows to each key in its context, summed over rows, mean over
-    heads and layers. Writes the rows' KV."""
+    """Return fp32 (keys,): attention from the piece's rows to its context, summed over rows, mean over heads and
+    layers. Write the rows' KV."""
     step = pack([piece], pool)
     attention = _AllLayers(step, pool, piece)
     forward.until_ended(step.token_ids, step.positions, attention)
@@ -47,8 +47,8 @@ class _AllLayers:
 
 
 def kv_deviation(forward: Forward, pool: BlockPool, piece: Piece, most_tokens: int) -> Tensor:
-    """Return fp32 (tokens,): |ΔK|² + |ΔV|² of the piece's tokens between full attention and the pool, in layer 1. KV of
-    layer 0 is written, except where it is shared: it depends on no other token, so reused KV is exact there."""
+    """Return fp32 (tokens,): |ΔK|² + |ΔV|² of the piece's tokens between full attention and the pool, in layer 1. Write
+    KV of layer 0, except where shared: there reused KV is exact, because it depends on no other token."""
     if pool.shape.layers < 2:
         return torch.zeros(len(piece.token_ids), device=pool.device)
     parts = []
@@ -62,8 +62,6 @@ def kv_deviation(forward: Forward, pool: BlockPool, piece: Piece, most_tokens: i
 
 
 class _SecondLayer:
-    """Ends in layer 1 with the distance of its KV from the pool's."""
-
     deviation: Tensor
 
     def __init__(self, step: PackedStep, gathered: Gathered) -> None:
@@ -111,9 +109,8 @@ class Question:
     def attention(
         self, pool: BlockPool, table: Tensor, held: Tensor | None = None, places: Places | None = None
     ) -> Tensor:
-        """Return fp32 (start,): attention to each earlier token, with keys in the blocks `table` (int64), or at
-        `places`. Softmax over the `held` tokens (bool (start,)) and the question, summed over its tokens, mean over
-        heads."""
+        """Return fp32 (start,): attention to earlier tokens, with keys in the blocks `table` (int64), or at `places`.
+        Softmax over `held` tokens (bool (start,)) and the question, summed over its tokens, mean over heads."""
         if places is None:
             keys = Keys(pool.views.key_caches[-1], table, self.start, self.keys, held)
         else:
@@ -165,9 +162,8 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ScoringInput:
-    """A prompt before its first step, and its blocks. `exact_tokens` are its exact prefix, `spans` its reused
-    documents; rows of others hold anything. Documents that are not in the blocks are at `places`. `asked`: the
-    question's vectors after the system prompt, from a warm-up."""
+    """A prompt before its first step. `exact_tokens` are its exact prefix, `spans` its reused documents; rows of others
+    hold anything. Documents not in the blocks are at `places`. `asked`: the question from a warm-up."""
 
     token_ids: Sequence[int]
     table: np.ndarray[tuple[int], np.dtype[np.int32]]
@@ -190,7 +186,7 @@ class ScoringInput:
 
 
 class Scorer:
-    """Measures the input of selections in forwards of `most_tokens`; of a longer question the last tokens count."""
+    """Measures for selections in forwards of `most_tokens`; of a longer question the last tokens count."""
 
     def __init__(self, forward: Forward, pool: BlockPool, rotation: Rotation, most_tokens: int = 2048) -> None:
         self._forward = forward
@@ -209,7 +205,7 @@ class Scorer:
                 return measurements
 
     def measuring(self, needs: Needs, inputs: ScoringInput, most_tokens: int) -> Generator[int, None, Measurements]:
-        """Run `measure` in steps; yield the tokens of each next forward, at most `most_tokens`."""
+        """Run `measure` in steps; yield the next forward's tokens, at most `most_tokens`."""
         reused = torch.cat([torch.arange(start, end) for start, end in inputs.spans or [(0, 0)]]).to(self._device)
         measurements = Measurements(reused, inputs.spans, seed=inputs.seed)
         if not len(reused) or needs == "nothing":
@@ -224,7 +220,7 @@ class Scorer:
         return replace(measurements, scores=deviation[reused])
 
     def attending(self, inputs: ScoringInput, chosen: Positions, most_tokens: int) -> Generator[int, None, Tensor]:
-        """Recompute the `chosen` tokens, in steps. Return their attention to each token, as `attended`."""
+        """Recompute `chosen` tokens, in steps. Return their attention, as `attended`."""
         found = torch.zeros(inputs.question[0], device=self._device)
         for begin in range(0, len(chosen), most_tokens):
             rows = chosen[begin : begin + most_tokens]
@@ -236,7 +232,7 @@ class Scorer:
         return found
 
     def attention(self, inputs: ScoringInput, *, alone: bool = False, most_tokens: int | None = None) -> Tensor:
-        """Return fp32: the question's attention to each earlier token. Its vectors are computed after the documents or,
+        """Return the question's attention to earlier tokens, fp32. Its vectors are computed after the documents or,
         with `alone` or without all KV, after the system prompt and moved."""
         held = inputs.held(self._device)
         if inputs.asked is not None:
@@ -249,7 +245,7 @@ class Scorer:
         return question.attention(self._pool, _int64(inputs.table, self._pool), held, inputs.places)
 
     def read(self, inputs: ScoringInput, start: int, most_tokens: int | None = None) -> Question:
-        """Compute the question, or its last `most_tokens`, after the prompt's first `start` tokens, which have KV."""
+        """Compute the question, or its last `most_tokens`, after the first `start` tokens, which have KV."""
         begin, end = inputs.question
         ids = inputs.token_ids[max(begin, end - (most_tokens or self.most_tokens)) : end]
         # The exact prefix is in the blocks.

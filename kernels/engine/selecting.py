@@ -1,4 +1,4 @@
-"""Start of fused requests: shared documents, and selection of critical tokens in steps (FusionRAG 3.2, 4.3)."""
+"""Start of fused requests, and selection in steps (FusionRAG 3.2, 4.3)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ragorder.kernels.models.support import UnsupportedModelError, text_config
 
 
 class KeptQuestions:
-    """Vectors of questions after a system prompt, for `seconds`; the latest, up to `most_tokens` in total."""
+    """Vectors of the latest questions after a system prompt, up to `most_tokens`, for `seconds`."""
 
     def __init__(
         self,
@@ -99,8 +99,8 @@ _logger = logging.getLogger("ragorder.kernels.engine")
 
 
 class TokenSelecting:
-    """The selection among a sequence's reused tokens in `spans`. `pending` is the tokens of the next forward, 0 at the
-    end. Then `chosen` has the positions to recompute, ascending; after a failure the request is computed `in_full`."""
+    """Selection among a sequence's reused tokens in `spans`. The next forward has `pending` tokens, 0 at the end. Then
+    `chosen` has the positions to recompute, ascending; after a failure the request is computed `in_full`."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class Fuser:
 
     def helpers(self, sequence: Sequence) -> list[Sequence]:
         """Return sequences that compute documents without KV after the first borrowed one, each after the system prompt
-        alone. Computed among approximate KV they would serve this request only."""
+        alone: after approximate KV they would serve this request only."""
         lease, path = sequence.lease, sequence.path
         assert lease is not None
         if not lease.borrowed:
@@ -214,7 +214,7 @@ class Fuser:
         return helpers
 
     def room(self, sequence: Sequence) -> int:
-        """Return the tokens that need blocks of their own before the sequence begins."""
+        """Return the tokens that need own blocks before the sequence begins."""
         borrowed = sequence.lease.borrowed if sequence.lease is not None else []
         if sequence.fusion is None or not borrowed:
             return len(sequence.tokens)
@@ -222,7 +222,7 @@ class Fuser:
         return len(sequence.tokens) - reused + round(sequence.fusion.recompute * reused)
 
     def begin(self, sequence: Sequence, most_tokens: int) -> None:
-        """Share the borrowed documents and begin to select, in forwards of at most `most_tokens` tokens."""
+        """Share borrowed documents and begin to select, in forwards of at most `most_tokens`."""
         lease, fusion = sequence.lease, sequence.fusion
         assert lease is not None
         if fusion is None or not lease.borrowed:

@@ -25,9 +25,8 @@ Spans = abc.Sequence[tuple[int, int]]
 
 
 class ScatteredPrefill:
-    """Prefill of `tokens` tokens whose first `computed` have exact KV and whose `reused` spans have shared KV. First
-    the documents before the first reused span are computed exactly (with `documents_first`, all without KV); then the
-    chosen tokens and the rest."""
+    """Prefill of `tokens` tokens; the first `computed` have exact KV, `reused` spans shared KV. Documents before the
+    first reused span are computed first (with `documents_first`, all without KV), then chosen tokens and the rest."""
 
     def __init__(
         self, tokens: int, computed: int, reused: Spans, path_tokens: int, *, documents_first: bool = False
@@ -79,7 +78,7 @@ class Selecting(Protocol):
 
 class Sequence:
     """`tokens` of prompt and answer; the first `computed` have KV in the blocks of `lease`. A fused sequence also uses
-    other KV of later documents, by `layout`. `helpers` compute documents alone before it."""
+    other KV of later documents, by `layout`; `helpers` first compute documents alone."""
 
     def __init__(
         self,
@@ -201,17 +200,17 @@ class Sequence:
             self.recomputed = self.fused.total
 
     def take(self, chosen: Positions) -> None:
-        """Have these reused tokens recomputed in blocks of its own."""
+        """Have these reused tokens recomputed in own blocks."""
         if self.layout is not None:
             self.layout.take(chosen)
 
     @property
     def room(self) -> int:
-        """The tokens that need blocks of its own."""
+        """Tokens that need own blocks."""
         return len(self.tokens) if self.layout is None else self.layout.room(len(self.tokens))
 
     def places(self, tokens: int, block_size: int) -> Places | None:
-        """Return where the KV of the first tokens lies, or None if it is in the block table."""
+        """Return where the first tokens' KV is, or None if in the block table."""
         if self.layout is None or self.lease is None:
             return None
         shared = [Rows(each.blocks, each.copy.node.start, each.tokens, each.start) for each in self.lease.borrowed]

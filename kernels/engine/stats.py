@@ -18,10 +18,9 @@ TBT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Prompt, cached, fused and recomputed tokens are of requests with a first token. `tbt_counts` counts times between
-    tokens by bucket, the last one above `TBT_BOUNDS_S`. Warm-ups kept `questions_kept`, fused requests used
-    `questions_used`. `build_fits`: fused requests by their fit to the
-    build in the disk tier's folder (empty without one), see `BUILD_FITS`."""
+    """Prompt, cached, fused and recomputed tokens are of requests with a first token. `tbt_counts`: times between
+    tokens by bucket, the last above `TBT_BOUNDS_S`. Warm-ups kept `questions_kept`, fused requests used
+    `questions_used`. `build_fits`: fused requests by `BUILD_FITS`, empty without a build in the disk tier's folder."""
 
     finished: Counter[str] = field(default_factory=Counter)
     refused: int = 0
@@ -68,7 +67,7 @@ class EngineCounters:
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats(EngineCounters):
-    """Snapshot of the counters and of the current state. `stream` is of a streamed model."""
+    """Snapshot of counters and state. `stream` is of a streamed model."""
 
     cache: CacheStats
     running: int

@@ -1,4 +1,4 @@
-"""KV at other positions than it was computed at, with rotated keys (FusionRAG 4.3, appendix A.1).
+"""KV moved to other positions, with rotated keys (FusionRAG 4.3, A.1).
 
 Tensors of rows are (tokens, layers, 2, KV heads, head_dim).
 """
@@ -19,7 +19,7 @@ from ragorder.kernels.paging import BlockPool, KVShape, Places
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """`tokens` tokens with KV of position `source` in the `blocks` that cover it, used at position `target`."""
+    """`tokens` tokens of KV from position `source`, in the `blocks` that cover it, used from `target` on."""
 
     blocks: Sequence[int]
     source: int
@@ -28,8 +28,8 @@ class Rows:
 
 
 class Layout:
-    """Where a sequence of `tokens` tokens has its KV: documents in `shared` spans where they were computed, all else in
-    blocks of its own, where recomputed tokens of documents follow."""
+    """Where a sequence of `tokens` tokens has its KV: `shared` spans where they were computed, all else in own blocks,
+    followed by recomputed tokens of documents."""
 
     def __init__(self, tokens: int, shared: Sequence[tuple[int, int]], rotation: Rotation) -> None:
         own = np.ones(tokens, dtype=np.bool_)
@@ -41,11 +41,11 @@ class Layout:
         self._rotation = rotation
 
     def room(self, tokens: int) -> int:
-        """Return the tokens in blocks of its own once it has `tokens` in all."""
+        """Return the tokens in own blocks once the sequence has `tokens`."""
         return self._used + tokens - len(self._slots)
 
     def take(self, positions: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        """Give tokens places of their own, which hide their documents' KV."""
+        """Give tokens own places, which hide their documents' KV."""
         new = positions[self._slots[positions] < 0]
         self._slots[new] = self._used + np.arange(len(new))
         self._used += len(new)
@@ -83,7 +83,7 @@ def moved_rows(rows: Tensor, old: int, new: int, rotation: Rotation) -> Tensor:
 
 
 def as_blocks(rows: Tensor, start: int, preceding: Tensor, shape: KVShape) -> BlockPool:
-    """Return the blocks that cover rows from position `start`; the end of `preceding` fills the first one."""
+    """Return blocks that cover rows from position `start`; the end of `preceding` fills the first."""
     size = shape.block_size
     covering = shape.covering(start, len(rows))
     lead = start - covering.start * size

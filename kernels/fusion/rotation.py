@@ -60,7 +60,7 @@ class Turn:
         return found if turned == vectors.shape[-1] else torch.cat((found, vectors[..., turned:]), -1)
 
     def queries(self, layer: int, head_dim: int) -> QueryTurn | None:
-        """Return the rotation of a layer's queries, or None for a layer without positions."""
+        """Return the rotation of a layer's queries, or None without positions."""
         rope = self._ropes[layer]
         if rope is None:
             return None
@@ -84,7 +84,7 @@ class Turn:
 
 class Rotation:
     """Rotations of each layer's keys and queries, None for a layer without positions. A key rotated by a difference of
-    positions is the key at the new position (FusionRAG, appendix A.1)."""
+    positions is that of the new position (FusionRAG, A.1)."""
 
     def __init__(self, ropes: Sequence[Rope | None]) -> None:
         self.ropes = tuple(ropes)
@@ -112,8 +112,8 @@ class Rotation:
         return Turn(self.ropes, moved, start)
 
     def shift(self, keys: Tensor, by: Tensor | int, layer: int, *, origin: Tensor | int | None = None) -> Tensor:
-        """Move keys or queries (T, heads, D) by `by` positions, int64 (T,) or one for all. With their positions
-        `origin` the result is rounded as by the model."""
+        """Move keys or queries (T, heads, D) `by` positions, int64 (T,) or one for all. With their positions `origin`
+        the result is rounded as by the model."""
         return self.turn(by, origin).apply(keys, layer)
 
     def verify(self, model: Any) -> None:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Needs = Literal["nothing", "question", "two layers"]
-"""The scores to measure: none; the question's attention in the last layer, summed over its tokens, mean over heads; or
-the squared deviation of key and value from full attention's in the second layer."""
+"""Scores to measure: none, the question's attention in the last layer, or the squared deviation of KV from full
+attention's in the second layer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,8 +100,8 @@ def make_selection(name: str) -> Selection:
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """How a request reuses documents after its cached prefix. `select` chooses the share of tokens to `recompute` (0:
-    full reuse, 1: full attention); in further `rounds` the attention of these chooses more."""
+    """Reuse of documents after the cached prefix. `select` chooses the share of tokens to `recompute` (0: full reuse,
+    1: full attention); in further `rounds` their attention chooses more."""
 
     recompute: float = 0.15
     select: str = "query"

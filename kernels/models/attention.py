@@ -67,7 +67,7 @@ class ScatteredRows:
 
 class PagedStep:
     """`slots` int64 (S,), block * `BlockPool.block_rows` + offset, get the KV of the tokens `written` int64 (S,), by
-    default of all in order. The last rows are `scattered`. `blocks`: those of the step, for a pool that copies them."""
+    default of all in order. The last rows are `scattered`. `blocks` are given for a pool that copies them."""
 
     def __init__(
         self,

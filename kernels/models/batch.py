@@ -46,7 +46,7 @@ class Piece:
 
     @property
     def context(self) -> int:
-        """Tokens to attend to, without the new ones, or with them if they are scattered."""
+        """Tokens to attend to, including new ones only if scattered."""
         return int(self.rows.max()) + 1 if self.scattered else self.start
 
     def gather(self, pool: BlockPool, tokens: int) -> Gathered:

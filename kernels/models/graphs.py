@@ -1,7 +1,7 @@
 """Steps of few tokens as CUDA graphs.
 
-The host launches one graph instead of each layer's kernels. A graph repeats shapes and addresses, so a step is padded
-to the sizes of a `Bucket`, its tensors stay in place, and attention reads all lengths on the device.
+A graph repeats shapes and addresses, so a step is padded to a `Bucket`, its tensors stay in place, and attention reads
+lengths on the device.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Bucket(NamedTuple):
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> Self | None:
-        """Return the smallest bucket, or None for a large step or scattered pieces."""
+        """Return the smallest bucket, or None for large or scattered steps."""
         counts = [len(piece.token_ids) for piece in pieces]
         if sum(counts) > MOST_TOKENS or any(piece.scattered for piece in pieces):
             return None
@@ -54,8 +54,8 @@ class Bucket(NamedTuple):
 
 
 class FixedStep:
-    """Tensors of a bucket's sizes, for one step after another. Padding tokens are requests without context; instead of
-    their KV the first token's is written again."""
+    """Tensors of a bucket's sizes, for one step after another. Padding tokens are requests without context, and write
+    the first token's KV again."""
 
     def __init__(self, bucket: Bucket, pool: BlockPool) -> None:
         self._bucket = bucket
@@ -65,7 +65,7 @@ class FixedStep:
         self._shorts = torch.zeros(2 * requests + 1 + requests * blocks, dtype=torch.int32, device=pool.device)
 
     def fill(self, pieces: Sequence[Piece]) -> int:
-        """Write the pieces into the tensors. Return how many of the first logits belong to them."""
+        """Write the pieces. Return how many of the first logits belong to them."""
         shape, (tokens, requests, query, blocks) = self._pool.shape, self._bucket
         ends = [*accumulate(len(piece.token_ids) for piece in pieces)]
         longs = np.zeros(4 * tokens + requests, dtype=np.int64)
@@ -106,7 +106,7 @@ class FixedStep:
 
 
 class GraphCapture:
-    """Captures kernels as graphs, which share memory, so one runs at a time."""
+    """Graphs of kernels in shared memory: one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -114,7 +114,7 @@ class GraphCapture:
 
     @classmethod
     def of(cls, forward: Forward, pool: BlockPool) -> Self | None:
-        """Return a capture, or None without a GPU, without Triton, or if weights stream."""
+        """Return a capture, or None without GPU or Triton, or if weights stream."""
         if pool.device.type != "cuda" or forward.streams:
             return None
         cache = pool.views.key_caches[0]
@@ -122,7 +122,7 @@ class GraphCapture:
         return cls(pool.device) if backend == "triton" else None
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Return a function that repeats the kernels of `compute` and returns the same tensor. Raises RuntimeError."""
+        """Return a function that repeats `compute`'s kernels and returns the same tensor. Raises RuntimeError."""
         graph = torch.cuda.CUDAGraph()
         # Other threads copy KV meanwhile.
         with (
@@ -151,7 +151,7 @@ class _Held:
 
 
 class StepGraphs:
-    """Graphs of `forward` for steps of few tokens; none without a `capture`."""
+    """Graphs of `forward`; none without a `capture`."""
 
     def __init__(self, forward: Forward, pool: BlockPool, capture: GraphCapture | None) -> None:
         self._forward = forward

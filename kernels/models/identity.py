@@ -29,8 +29,8 @@ _WITHOUT_EFFECT = frozenset({"name_or_path", "warnings_issued", "_is_hf_initiali
 
 
 def identity(model: Any, shape: KVShape, stored: Mapping[str, StoredParameter] = MappingProxyType({})) -> str:
-    """Digest weights, configuration, layout, device and versions: a second per GB and thread. `stored` are parameters
-    outside memory. Raises ValueError for unreadable weights."""
+    """Return the digest, in a second per GB and thread. `stored` are parameters outside memory. Raises ValueError for
+    unreadable weights."""
     with digest_threads() as threads:
         serializer = _Serializer(threads)
         contents = {

@@ -123,7 +123,6 @@ def may_be_on_hub(name: str) -> bool:
 
 
 def _check_found(name: str | Path) -> None:
-    """Ask the Hub once: transformers would ask for each file, five times. Raises ModelLoadError."""
     if Path(name).is_dir():
         return
     if not may_be_on_hub(str(name)):
@@ -134,6 +133,7 @@ def _check_found(name: str | Path) -> None:
     if isinstance(try_to_load_from_cache(str(name), "config.json"), str):
         return
     try:
+        # Ask once: transformers would ask for each file, five times.
         get_hf_file_metadata(hf_hub_url(str(name), "config.json"), timeout=_HUB_TIMEOUT_S)
     except RepositoryNotFoundError as error:
         why = "the model is private, or there is none of this name"

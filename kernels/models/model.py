@@ -1,4 +1,4 @@
-"""Models probed and patched for the engine, and their KV pool's size."""
+"""Models probed and patched for the engine."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def wanted_tokens(longest: int | None) -> int:
 def device_blocks(
     shape: KVShape, device: torch.device, device_tokens: int | None, longest: int | None, gpu_share: float
 ) -> int:
-    """Return the blocks of `device_tokens`, else of a share of a GPU's free memory, or of four longest prompts."""
+    """Return the blocks of `device_tokens`, else of a share of free GPU memory, or of four longest prompts."""
     if device_tokens is not None:
         return max(1, device_tokens // shape.block_size)
     if device.type == "cuda":
@@ -227,7 +227,7 @@ def device_blocks(
 
 
 def _cast(model: Any, dtype: torch.dtype) -> None:
-    """Cast as if loaded in this dtype: what is not in weight files, such as rotary frequencies, keeps its own."""
+    """Cast as if loaded so: what is not in weight files, such as rotary frequencies, keeps its dtype."""
     if model.dtype == dtype:
         return
     for tensor in model.state_dict(keep_vars=True).values():

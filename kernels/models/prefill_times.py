@@ -1,4 +1,4 @@
-"""Prefill and load times of the embedded engine, measured before serving."""
+"""Prefill and load times, measured before serving."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _PREFILLS_SHARE = 0.8
 
 
 def engine_profile(model: PatchedModel, settings: EngineSettings, blocks: int) -> PrefillProfile:
-    """Return this model's profile on this machine, cached or measured; after a failure LINEAR, with a warning."""
+    """Return the model's profile on this machine, cached or measured; after a failure LINEAR, with a warning."""
     longest = min(blocks * settings.block_size, model.longest or LONGEST_TOKENS, LONGEST_TOKENS)
 
     def measure(identity: Mapping[str, Any]) -> PrefillProfile:
@@ -121,7 +121,6 @@ def _profile_identity(model: PatchedModel, settings: EngineSettings, longest: in
 
 @contextmanager
 def _tier_loads(shape: KVShape, blocks: int, device: torch.device, disk: Path | None) -> Iterator[LoadTimes]:
-    """Time loads of `blocks` blocks as in the cache. Those from disk raise OSError."""
     pinned = device.type == "cuda"
     on_device, host = BlockPool(shape, blocks, device), BlockPool(shape, blocks, pinned=pinned)
     # Pages that were never written take no time to read.
@@ -178,11 +177,10 @@ def _forget_pages(folder: Path) -> None:
 
 
 class _PrefillTimer:
-    """Prefills on a pool of zeros: times do not depend on contents."""
-
     def __init__(self, model: PatchedModel, longest: int, max_batch_tokens: int) -> None:
         self._model = model
         self._most = max_batch_tokens
+        # It stays zeros: times do not depend on contents.
         self._pool = BlockPool(model.shape, model.shape.blocks_for(longest), model.device)
         self._table = self._pool.allocate(self._pool.blocks)
         drawn = torch.randint(0, model.vocabulary, (longest,), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Plan of a memory budget: weights, KV and workspace (RAGDoll Equations 2 and 3)."""
+"""Plan of a memory budget (RAGDoll Equations 2 and 3)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BudgetError(RagorderError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Bytes that a model needs; `workspace` by tokens of a step, `staging` in pinned host memory."""
+    """Bytes that a model needs; `workspace` by a step's tokens, `staging` in pinned host memory."""
 
     outside: int
     layers: Sequence[int]
@@ -41,8 +41,8 @@ class MemoryNeeds:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Tokens of the largest step, KV blocks, layers and slots on the device; layers, KV bytes of documents, and layers
-    with the running batch's KV in the host."""
+    """`step_tokens` of the largest step; in the host, `host_kv_bytes` of documents and `kv_host_layers` with the
+    running batch's KV."""
 
     step_tokens: int
     blocks: int
@@ -69,10 +69,10 @@ def plan_memory(
     max_batch_tokens: int = 8192,
     held: bool = False,
 ) -> MemoryPlan:
-    """Plan within the budgets, as `plan_placement` does: the whole model if it fits with one request, else a ring and
-    the layers beside it. `longest` is the tokens of a request, `device_tokens` the exact KV, which goes to the host
-    where it does not fit, `wanted_tokens` the most useful KV. Steps of `max_batch_tokens` are `held` if they fit at
-    all, and smaller otherwise. Raises BudgetError."""
+    """Plan within the budgets, as `plan_placement` does: the whole model if it fits with one request (up to `longest`
+    tokens), else a ring and layers beside it. `device_tokens` are the exact KV, which goes to the host where it does
+    not fit, `wanted_tokens` the most useful. `held`: steps have `max_batch_tokens` if they fit at all. Raises
+    BudgetError."""
     layers = len(needs.layers)
     request = device_tokens or min(longest or _REQUEST_TOKENS, _REQUEST_TOKENS)
     least_kv, least_step = needs.kv(request), min(LEAST_STEP, max_batch_tokens)

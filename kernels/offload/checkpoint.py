@@ -1,4 +1,4 @@
-"""Safetensors checkpoint: the bytes of each tensor in a folder."""
+"""Safetensors checkpoint in a folder."""
 
 from __future__ import annotations
 
@@ -51,9 +51,8 @@ class TensorEntry:
 
 
 class Checkpoint:
-    """The tensors of a folder's safetensors, in one file or several with an index. Raises CheckpointError. Files are
-    read, not mapped: a truncated mapped file would kill the process. A file that changes after it was opened is
-    refused."""
+    """A folder's safetensors, in one file or several with an index. Files are read, not mapped: a truncated mapped file
+    would kill the process. A file that changes after it was opened is refused. Raises CheckpointError."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -69,7 +68,7 @@ class Checkpoint:
             raise
 
     def read(self, entry: TensorEntry, start: int, into: memoryview) -> None:
-        """Read bytes of a tensor from `start`. Any thread may call this. Raises LayerReadError."""
+        """As `Source.read`."""
         descriptor, opened = self._files.get(entry.file, (-1, None))
         if opened is None:
             raise LayerReadError(f"{entry.file}: the model's files are closed")

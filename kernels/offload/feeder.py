@@ -1,4 +1,4 @@
-"""Buffers for layers, and their feeder from host memory or disk."""
+"""Buffers for layers, and their feeder."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class LayerBuffer:
 
 
 class Feeder:
-    """Threads that read a layer in chunks, and for a GPU a stream that copies it. One thread calls `fill`, and one at a
-    time `fetch`, for a layer that moves while others are filled."""
+    """Threads that read layers in chunks, and for a GPU a stream that copies them. One thread calls `fill`, and one at
+    a time `fetch`, for a layer that moves."""
 
     def __init__(self, store: LayerStore, device: torch.device) -> None:
         self.bytes = 0
@@ -99,7 +99,7 @@ class Feeder:
         stale: Callable[[], bool] = lambda: False,
     ) -> Any:
         """Bring a layer into `into` after `fence`, from its copy in `host` or else from disk. Return the fence after
-        which it can be read. Raises LayerReadError."""
+        which to read it. Raises LayerReadError."""
         size = self._store.nbytes(layer)
         if not self._gpu:
             if host is None:
@@ -126,8 +126,8 @@ class Feeder:
         return copied
 
     def fetch(self, layer: int, into: torch.Tensor, host: torch.Tensor | None, stale: Callable[[], bool]) -> None:
-        """Bring a layer into `into`, which nothing else uses, from its copy in `host` or else from disk, in this thread
-        alone: reads of steps do not wait for it. Raises LayerReadError."""
+        """As `fill`, into memory that nothing else uses, in this thread alone: reads of steps do not wait for it.
+        Raises LayerReadError."""
         size = self._store.nbytes(layer)
         if host is None:
             host = into if self._moving is None or not into.is_cuda else self._moving.bytes

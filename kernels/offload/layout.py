@@ -60,9 +60,9 @@ class LayerLayout:
 
 
 class CheckpointMap:
-    """A checkpoint's tensors by a model's parameters, renamed and merged as in transformers. `layers` has the pieces by
-    parameter per decoder layer, `rest` the names of other tensors. Raises CheckpointError, and UnsupportedModelError if
-    weights of a layer are shared or converted."""
+    """A checkpoint's tensors, renamed and merged as in transformers. `layers` has pieces by parameter per decoder
+    layer, `rest` the names of other tensors. Raises CheckpointError, and UnsupportedModelError if a layer's weights are
+    shared or converted."""
 
     def __init__(self, model: Any, prefix: str, layers: Any, checkpoint: Checkpoint) -> None:
         self._name = type(model).__name__

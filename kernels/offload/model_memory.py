@@ -14,7 +14,7 @@ from ragorder.kernels.models.support import UnsupportedModelError
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """Bytes of a model's weights (`head` is 0 if it is the embedding), KV and workspace."""
+    """Bytes of weights (`head` is 0 if it is the embedding), KV and workspace."""
 
     layers: tuple[int, ...]
     embedding: int
@@ -25,8 +25,7 @@ class ModelMemory:
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype | str | None = None) -> Self:
-        """Measure a configuration (`transformers.AutoConfig`), in `dtype`, its own or float32. Raises
-        UnsupportedModelError for a model without exactly one list of decoder layers."""
+        """Measure a `transformers.AutoConfig`, in `dtype`, its own or float32. Raises UnsupportedModelError."""
         named = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         kind = named or getattr(config, "dtype", None) or torch.float32
         model = skeleton(config, kind)
@@ -76,7 +75,7 @@ def skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def decoder_layers(model: Any) -> tuple[str, Any]:
-    """Return the name and the list of a model's decoder layers. Raises UnsupportedModelError."""
+    """Return name and list of the decoder layers. Raises UnsupportedModelError unless there is one list."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     found = [
         (name, module)

@@ -1,4 +1,4 @@
-"""A decoder layer that moves to another tier while steps run (RAGDoll 5)."""
+"""Decoder layer that moves to another tier while steps run (RAGDoll 5)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class LayerMove:
-    """A layer on its way. `fetch(stale)` brings it to `target`, and may stop once `stale()`. Any thread may `read`."""
+    """`fetch(stale)` brings the layer to `target`, and may stop once `stale()`. Any thread may `read`."""
 
     def __init__(self, layer: int, target: Any, fetch: Callable[[Callable[[], bool]], Any]) -> None:
         self.layer = layer
@@ -21,7 +21,7 @@ class LayerMove:
         self._reading = Lock()
 
     def read(self) -> None:
-        """Bring the layer, without the engine's lock. An error is raised when the layer would be taken."""
+        """Bring the layer, without the engine's lock. Keep an error in `error`."""
         with self._reading:
             if self._fetch is None or self.done:
                 return
@@ -32,7 +32,7 @@ class LayerMove:
             self.done = True
 
     def drop(self) -> None:
-        """Return once nothing reads it any more, after the current chunk."""
+        """Wait for the end of a running read, after its current chunk."""
         self._dropped = True
         with self._reading:
             self._fetch = self.fetched = None

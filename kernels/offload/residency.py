@@ -22,11 +22,11 @@ class Residency:
 
     @classmethod
     def spread(cls, layers: int, device: int, host: int = 0) -> Self:
-        """Put `device` and `host` layers at even distances: the stream has time while resident ones are computed."""
+        """Space `device` and `host` layers evenly: the stream has time while resident ones are computed."""
         return cls((Place.DISK,) * layers).with_counts(device, host)
 
     def with_counts(self, device: int, host: int) -> Self:
-        """Return the residency with these numbers of layers that reads the fewest, those at even distances."""
+        """Return the residency with these numbers that reads the fewest layers, at even distances."""
         if device < 0 or host < 0 or device + host > len(self):
             raise ValueError(f"{device} layers on the device and {host} in the host exceed {len(self)} layers")
         places = list(self.places)
@@ -54,7 +54,7 @@ class Residency:
 
     @classmethod
     def of_host(cls, layers: int, in_host: Collection[int]) -> Self:
-        """Return the residency with these layers in host memory, the others on the device."""
+        """Put these layers in host memory, the others on the device."""
         return cls(tuple(Place.HOST if layer in in_host else Place.DEVICE for layer in range(layers)))
 
     @property

@@ -1,4 +1,4 @@
-"""Ring of buffers for layers read ahead by a thread (RAGDoll 4.3)."""
+"""Ring of buffers for layers read ahead (RAGDoll 4.3)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from ragorder.kernels.offload.feeder import LayerBuffer
 
 
 class Slot:
-    """A buffer of the ring, with `layer` in it once `filled`, or the `error` of its read. Its next user waits for
-    `fence`."""
+    """A buffer with `layer` once `filled`, or the `error` of its read. Its next user waits for `fence`."""
 
     __slots__ = ("abandoned", "buffer", "error", "fence", "filled", "layer")
 
@@ -26,9 +25,9 @@ class Slot:
 
 
 class LayerRing:
-    """Layers read ahead, one per slot, in the order of their use, step after step (Figure 2b). One thread makes all
-    calls. Taking a layer out of turn drops the layers read ahead before it, or all if it is not among them.
-    `fill(slot, stale)` reads `slot.layer` on the ring's thread, and may stop once `stale()`."""
+    """Layers read ahead, one per slot, in order of use, step after step (Figure 2b). One thread makes all calls. Taking
+    a layer out of turn drops those read ahead before it, or all if it is not among them. `fill(slot, stale)` reads
+    `slot.layer` on the ring's thread, and may stop once `stale()`."""
 
     def __init__(self, fill: Callable[[Slot, Callable[[], bool]], None], buffers: Sequence[LayerBuffer]) -> None:
         self.hits = self.waits = 0
@@ -59,7 +58,7 @@ class LayerRing:
             return [slot.layer for slot in self._queue]
 
     def order(self, layers: Sequence[int]) -> None:
-        """Stream these layers from the next step on. Keep those read ahead that begin the new order, drop the rest."""
+        """Stream these layers from the next step on. Of those read ahead, keep what begins the new order."""
         with self._changed:
             ahead, chosen = deque[Slot](), tuple(layers)
             for slot in self._queue:
@@ -71,8 +70,8 @@ class LayerRing:
             self._top_up()
 
     def take(self, layer: int) -> Slot:
-        """Return the slot with this layer, once filled. Raises the error of `fill`, ValueError for a layer that is not
-        streamed, and MemoryError without a slot."""
+        """Return the layer's slot, once filled. Raises the error of `fill`, ValueError for a layer not streamed, and
+        MemoryError without a slot."""
         with self._changed:
             slot, waited = self._await(layer)
             if slot.error is not None and not waited:
@@ -98,7 +97,7 @@ class LayerRing:
             self._top_up()
 
     def shrink(self, slots: int) -> None:
-        """Remove slots until `slots` are left: free ones, then the last ones read ahead. Call it with no slot taken."""
+        """Remove slots until `slots` are left: free ones, then the last read ahead. Call it with no slot taken."""
         with self._changed:
             self._surplus = max(0, self._slots - slots)
             while self._surplus and self._free:

@@ -22,7 +22,7 @@ class Source(Protocol):
 
 
 class LayerStore:
-    """The layers of a model, each as a buffer of `nbytes(layer)` bytes. `source` replaces the checkpoint as reader."""
+    """A model's layers, each in a buffer of `nbytes(layer)`. `source` replaces the checkpoint as reader."""
 
     def __init__(self, checkpoint: Checkpoint, layouts: Sequence[LayerLayout], source: Source | None = None) -> None:
         self.checkpoint = checkpoint
@@ -49,7 +49,7 @@ class LayerStore:
         return sum(piece.entry.length for piece in pieces)
 
     def chunks(self, layer: int) -> list[_Chunk]:
-        """Return the reads of a layer, in the order of its buffer; threads may share them."""
+        """Return a layer's reads in the order of its buffer; threads may share them."""
         return [
             _Chunk(layer, parameter, piece, start, min(_CHUNK, piece.entry.length - start))
             for parameter in self.layouts[layer].parameters
@@ -58,7 +58,7 @@ class LayerStore:
         ]
 
     def read(self, chunk: _Chunk, buffer: torch.Tensor) -> int:
-        """Fill a part of a layer's buffer in host memory. Return the bytes read. Raises LayerReadError."""
+        """Fill a part of a layer's host buffer. Return the bytes read. Raises LayerReadError."""
         entry, parameter = chunk.piece.entry, chunk.parameter
         try:
             if entry.dtype == parameter.dtype:

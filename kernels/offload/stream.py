@@ -1,4 +1,4 @@
-"""Decoder layers with weights on the device only during computation (RAGDoll 4.2, 4.3, 5)."""
+"""Decoder layers streamed to the device (RAGDoll 4.2, 4.3, 5)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _ORDER = (Place.DEVICE, Place.HOST, Place.DISK)
 
 @dataclass(frozen=True, slots=True)
 class StreamStats:
-    """Streamed layers that were ready (`hits`) or waited for; `bytes` read from the checkpoint; layers by tier; layers
-    that have `moved`, that could not be read for a move (`unmoved`), and that are still to move (`moving`); layers with
-    the KV of running requests in host memory (`kv_host_layers`)."""
+    """Streamed layers that were ready (`hits`) or waited for; `bytes` read from the checkpoint; layers that could not
+    be read for a move (`unmoved`), are still to move (`moving`), or have requests' KV in the host
+    (`kv_host_layers`)."""
 
     hits: int
     waits: int
@@ -45,11 +45,10 @@ class StreamStats:
 
 
 class LayerStreamer:
-    """Supplies the decoder layers of a model with weights from a store, one forward at a time. One thread makes all
-    calls, except `LayerMove.read`. Layers on the device keep their weights. The others use slots of a ring: n slots
-    read n - 1 layers ahead, also those of the next step. `room` maps a step's tokens to bytes for slots; those of
-    `resize` are the minimum. On a CPU a layer in host memory is computed `in_place`; on a GPU it is copied. Raises
-    MemoryError without a slot."""
+    """Supplies a model's decoder layers with weights from a store, one forward at a time. One thread makes all calls,
+    except `LayerMove.read`. Layers off the device use slots of a ring: n slots read n - 1 layers ahead, even into the
+    next step. `room` maps a step's tokens to bytes for slots; those of `resize` are the minimum. On a CPU a layer in
+    host memory is computed `in_place`. Raises MemoryError without a slot."""
 
     def __init__(self, layers: Sequence[Any], store: LayerStore, device: torch.device) -> None:
         if len(layers) != len(store):
@@ -103,7 +102,7 @@ class LayerStreamer:
 
     @property
     def wanted_slots(self) -> int:
-        """Slots that each step has, unless memory is short or a CPU computes all layers in place."""
+        """Slots of each step, unless memory is short or a CPU computes all layers in place."""
         return self._wanted
 
     @property
@@ -123,7 +122,7 @@ class LayerStreamer:
             self._end()
 
     def resize(self, slots: int) -> int:
-        """Set the minimum of slots per step, 1 or more. Return the number that fits into memory."""
+        """Set the minimum slots per step, 1 or more. Return the number that fits into memory."""
         if slots < 1:
             raise ValueError(f"slots is {slots}: give 1 or more")
         self._end()
@@ -132,7 +131,7 @@ class LayerStreamer:
         return self._least
 
     def move(self, residency: Residency) -> Residency:
-        """Move layers now. Return the reached residency: layers that do not fit stay or go to the disk. Raises
+        """Move layers now. Return the reached residency: layers that do not fit stay or go to disk. Raises
         LayerReadError; an unreadable layer stays."""
         self.begin_move(residency)
         while (move := self.next_move(residency)) is not None:
@@ -140,8 +139,8 @@ class LayerStreamer:
         return self.residency
 
     def begin_move(self, residency: Residency) -> None:
-        """Begin to move layers, between two steps: evict now, and leave the others to `next_move`. A move that is under
-        way ends where it is."""
+        """Begin to move layers between two steps: evict now, and leave others to `next_move`. A running move ends where
+        it is."""
         if len(residency) != len(self.store):
             raise ValueError(f"the residency has {len(residency)} layers, but the model has {len(self.store)}")
         self.end_move()
@@ -163,8 +162,8 @@ class LayerStreamer:
         self._make_ring()
 
     def next_move(self, residency: Residency) -> LayerMove | None:
-        """Take the layer that was read last, and return the next one, which is streamed until it is taken; None once
-        all have moved, or another move has begun. Between two steps; raises LayerReadError, which ends the move."""
+        """Take the layer read last, between two steps, and return the next, which is streamed until taken; None once
+        all have moved, or another move has begun. Raises LayerReadError, which ends the move."""
         if self._target is not residency:
             return None
         self._end()
@@ -191,15 +190,15 @@ class LayerStreamer:
         return self._target is residency
 
     def end_move(self) -> None:
-        """Leave the layers that have not moved where they are. Waits for a read that is under way."""
+        """Leave the other layers where they are. Waits for a running read."""
         move, self._move, self._target = self._move, None, None
         self._pending.clear()
         if move is not None:
             move.drop()
 
     def shed(self) -> bool:
-        """Give back extra slots, else a quarter of the layers, else half of the slots. Return False at one slot. Ends a
-        move."""
+        """End a move, and give back extra slots, else a quarter of the layers, else half of the slots. Return False at
+        one slot."""
         self.end_move()
         self._end()
         self._short = True
@@ -335,7 +334,7 @@ class LayerStreamer:
             self._stay(layer)
 
     def _leave_ring(self) -> bool:
-        """Give the memory of a slot to the next layer if all will be resident. Return whether it is the last one."""
+        """Give a slot's memory to the next layer if all will be resident."""
         streamed = len(self.streamed)
         if not self._ends_whole or len(self._ring) < streamed:
             return False
@@ -376,7 +375,6 @@ class LayerStreamer:
         self._moved += 1
 
     def _make_ring(self) -> None:
-        """Give the ring its buffers for the layers that are streamed now, and their order."""
         wanted = min(self._least, len(self.streamed))
         if not wanted or (len(self._ring) < wanted and not self._ends_whole):
             self._set_slots(wanted)
@@ -412,8 +410,7 @@ class LayerStreamer:
 
 
 class _Hook:
-    """Supplies weights without changing results, so a model's identity ignores it."""
-
+    # It does not change results, so a model's identity ignores it.
     without_effect = True
 
     def __init__(self, call: Callable[[int], None], layer: int) -> None:

@@ -1,4 +1,4 @@
-"""Paged KV: a pool of reference-counted blocks, and copies between pools."""
+"""Paged KV: pools of reference-counted blocks, and copies between them."""
 
 from ragorder.kernels.paging.layered import LayeredPool
 from ragorder.kernels.paging.places import Gathered, Places

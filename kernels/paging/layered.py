@@ -1,4 +1,4 @@
-"""Pool whose KV of some layers lies in host memory (RAGDoll 4.2, Eq. 3)."""
+"""Pool with some layers' KV in host memory (RAGDoll 4.2, Eq. 3)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from ragorder.pipelining.placement.base import KV_BUFFERS
 
 
 class LayeredPool(BlockPool):
-    """A pool with memory of its own for each layer, on `device` or in host memory. Blocks, tables and rows are the same
-    for all layers.
+    """A pool with separate memory for each layer, on `device` or in the host, but common blocks, tables and rows.
 
     On a CPU host memory is read `in_place`; set it only while no layer is in the host. On a GPU a step's blocks of a
-    layer in the host are copied into a buffer before the layer attends, ahead of its turn, and those that it wrote are
-    copied back. A buffer has room for all blocks of one layer, at their own numbers.
+    host layer are copied into a buffer ahead of its turn, and written ones back. A buffer has room for a whole layer.
     """
 
     def __init__(
@@ -64,7 +62,7 @@ class LayeredPool(BlockPool):
             self._stream.synchronize()
 
     def move(self, layer: int, *, to_host: bool) -> None:
-        """Move a layer's KV between two steps. Raises MemoryError, with nothing changed."""
+        """Move a layer's KV between two steps. Raises MemoryError, changing nothing."""
         if (layer in self.in_host) is to_host:
             return
         self.settle()
@@ -115,7 +113,6 @@ class LayeredPool(BlockPool):
             self._filled[self.in_host.index(layer) % KV_BUFFERS] = layer, filled
 
     def _follow(self) -> None:
-        """Copy after what is computed so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
 

@@ -1,4 +1,4 @@
-"""KV of sequences wherever it lies in a pool, read in the order of their positions."""
+"""KV of sequences scattered in a pool, read in order of position."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Turning(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """Blocks and offsets of a sequence's KV, int64 (positions,). A position with an origin, where its KV was computed,
-    is shared: it is only read, its key turned by `turning`; that of the sequence's own positions is -1."""
+    """Blocks and offsets of a sequence's KV, int64 (positions,). `origins`: where shared KV was computed, -1 for own.
+    Shared KV is only read, its keys turned by `turning`."""
 
     blocks: _Ints
     offsets: _Ints
@@ -40,11 +40,11 @@ class Places:
 
     @property
     def moves(self) -> _Ints:
-        """Positions between where each key was computed and where it is read."""
+        """Distance from where each key was computed to where it is read."""
         return np.where(self.origins < 0, 0, np.arange(len(self.origins)) - self.origins)
 
     def rows(self, pool: BlockPool) -> _Ints:
-        """Return where each position's KV is in the rows of a layer."""
+        """Return each position's row in a layer."""
         return self.blocks * pool.block_rows + self.offsets
 
     @classmethod
@@ -55,7 +55,7 @@ class Places:
 
 
 class Gathered:
-    """The first `lengths` positions of each sequence, as blocks of their own: `tables` for the caches of `layer`."""
+    """The first `lengths` positions of each sequence, in blocks of their own; `tables` are for `layer`."""
 
     def __init__(self, pool: BlockPool, places: Sequence[Places], lengths: Sequence[int]) -> None:
         shape = pool.shape

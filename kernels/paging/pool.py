@@ -15,7 +15,7 @@ from ragorder.errors import RagorderError
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """`head_dim` numbers of key and value per layer, KV head and token; `block_size` tokens per block."""
+    """`head_dim` numbers of key and value per layer, KV head and token."""
 
     layers: int
     kv_heads: int
@@ -44,14 +44,14 @@ class KVShape:
         return -(-tokens // self.block_size)
 
     def covering(self, start: int, tokens: int) -> range:
-        """Return the blocks of a sequence that cover `tokens` tokens (1 or more) from `start`."""
+        """Return the blocks that cover `tokens` tokens (1 or more) from `start`."""
         return range(start // self.block_size, (start + tokens - 1) // self.block_size + 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LayerViews:
-    """Per layer: caches (blocks, block_size, kv_heads, head_dim), and the pool's rows (.., kv_heads, head_dim) from the
-    layer's first. A token's row has the same index in all layers."""
+    """By layer: caches (blocks, block_size, kv_heads, head_dim), and rows (.., kv_heads, head_dim) from the layer's
+    first. A token has one row index in all layers."""
 
     key_rows: list[torch.Tensor]
     value_rows: list[torch.Tensor]
@@ -60,7 +60,6 @@ class _LayerViews:
 
     @classmethod
     def of(cls, parts: Sequence[torch.Tensor], shape: KVShape) -> Self:
-        """`parts` have the layers in order, one or more each."""
         found, size = cls([], [], [], []), shape.block_size
         for kv in parts:
             rows = kv.view(-1, shape.kv_heads, shape.head_dim)
@@ -78,14 +77,14 @@ class OutOfBlocksError(RagorderError, RuntimeError):
 
 
 class StepBlocks(NamedTuple):
-    """Blocks that a step reads, ascending, and those of them that it writes."""
+    """Blocks of a step, ascending; `written` are among those `read`."""
 
     read: Sequence[int]
     written: Sequence[int]
 
 
 class Part(NamedTuple):
-    """Bytes (blocks, n) of a pool on `device`: of each block those from `first` on."""
+    """Bytes (blocks, n) of a pool, of each block from byte `first` on."""
 
     bytes: torch.Tensor
     first: int
@@ -93,9 +92,9 @@ class Part(NamedTuple):
 
 
 class BlockPool:
-    """`blocks` reference-counted blocks on `device`, optionally `pinned`. Only block contents are thread-safe. `kv`
-    (blocks, layers, 2, block_size, kv_heads, head_dim) starts as zeros, because masked values must be finite. On a CPU,
-    memory is only taken from the system when a block is first written, unless it is pinned."""
+    """Reference-counted blocks. Only their contents are thread-safe. `kv` (blocks, layers, 2, block_size, kv_heads,
+    head_dim) starts as zeros, because masked values must be finite. On a CPU a block takes memory when it is first
+    written, unless `pinned`."""
 
     def __init__(
         self, shape: KVShape, blocks: int, device: torch.device | str = "cpu", *, pinned: bool = False
@@ -134,7 +133,7 @@ class BlockPool:
 
     @property
     def block_rows(self) -> int:
-        """Rows from one block's first to the next one's, in each layer."""
+        """Rows from one block to the next, in each layer."""
         return self.shape.block_rows
 
     @property
@@ -154,14 +153,14 @@ class BlockPool:
         return False
 
     def supplied(self, layer: int, blocks: StepBlocks | None = None) -> AbstractContextManager[None]:
-        """Have the KV of a layer's `blocks` (None: all in use, to read) in the memory of `views` meanwhile."""
+        """Keep the KV of a layer's `blocks` (None: all in use, to read) in `views` meanwhile."""
         return nullcontext()
 
     def settle(self) -> None:
         """Wait until what steps wrote can be read in all parts."""
 
     def read(self, blocks: Any) -> torch.Tensor:
-        """Return the KV of blocks (a list, or int64 on the device), as `kv`."""
+        """Return blocks (a list, or int64 on the device) of `kv`."""
         return self.kv[blocks]
 
     def rows(self) -> Any:
@@ -206,7 +205,7 @@ class BlockPool:
             kv.zero_()
 
     def close(self) -> None:
-        """Give the memory back. The pool's blocks cannot be used again."""
+        """Free the memory. Blocks cannot be used again."""
         self.settle()
         self._memory, self._views = [kv.new_empty((0, *kv.shape[1:])) for kv in self._memory], None
 
@@ -216,9 +215,9 @@ class BlockPool:
             kv[target].copy_(kv[source])
 
     def resize(self, blocks: int) -> dict[int, int]:
-        """Resize to `blocks` blocks. Return the new numbers of the used blocks that had to move. Unless no block is
-        used, both memories exist for a moment. Raises OutOfBlocksError, and MemoryError, with the pool unchanged, or
-        empty if its old memory could not be allocated again."""
+        """Resize, and return the new numbers of used blocks that had to move. Unless no block is used, both memories
+        exist for a moment. Raises OutOfBlocksError and MemoryError, with the pool unchanged, or empty if its old memory
+        could not be allocated again."""
         if blocks < 0:
             raise ValueError(f"blocks is {blocks}: give 0 or more")
         used = [block for block, references in enumerate(self._references) if references]
@@ -257,7 +256,6 @@ class BlockPool:
             raise
 
     def _viewed(self) -> list[torch.Tensor]:
-        """Return the memory that steps read, layer after layer."""
         return self._memory
 
     def _make(self, blocks: int) -> list[torch.Tensor]:
@@ -265,7 +263,7 @@ class BlockPool:
 
 
 def zeros(shape: KVShape, blocks: int, layers: int, device: torch.device, *, pinned: bool) -> torch.Tensor:
-    """Return memory for the KV of some layers. Raises MemoryError."""
+    """Allocate KV of `layers` layers. Raises MemoryError."""
     size = (blocks, layers, 2, shape.block_size, shape.kv_heads, shape.head_dim)
     nbytes = blocks * (shape.block_bytes // shape.layers) * layers
     try:

@@ -13,7 +13,7 @@ import torch
 from ragorder.kernels.paging.pool import BlockPool, runs
 
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-"""The same bytes of all blocks in two pools."""
+"""The same bytes in two pools."""
 
 
 class Transfer(Protocol):
@@ -34,12 +34,12 @@ class Transfer(Protocol):
 
 
 class Transfers(Protocol):
-    """Copies in the order of their starts, each after all computations queued before it."""
+    """Copies in order of their starts, each after all computations queued before."""
 
     def start(
         self, source: BlockPool, source_blocks: Sequence[int], target: BlockPool, target_blocks: Sequence[int]
     ) -> Transfer:
-        """Copy blocks to those at the same indices of the other list. The pools have one shape."""
+        """Copy blocks pairwise between pools of one shape."""
 
     def close(self) -> None:
         """Wait for running copies, and stop."""
@@ -49,7 +49,6 @@ _logger = logging.getLogger("ragorder.kernels")
 
 
 def _pairs(source: BlockPool, target: BlockPool) -> tuple[_Pairs, _Pairs]:
-    """Return the pairs that are both in host memory, and the others."""
     if source.shape.block_bytes != target.shape.block_bytes:
         raise ValueError(f"blocks of {source.shape.block_bytes} bytes are no blocks of {target.shape.block_bytes}")
     in_host: _Pairs = []
@@ -121,7 +120,7 @@ class _ThreadTransfer:
 
 class StreamTransfers:
     """One stream per direction; a thread copies within the host, whose pool must be pinned. A copy waits for the
-    caller's stream, but not for the other direction: do not copy from blocks still being written."""
+    caller's stream, not for the other direction: do not copy blocks still being written."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
@@ -163,8 +162,6 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 class _StreamTransfer:
-    """`host`: of layers whose KV both pools have in host memory."""
-
     def __init__(
         self, ended: torch.cuda.Event, device: torch.device, host: _ThreadTransfer | None, *pools: BlockPool
     ) -> None:

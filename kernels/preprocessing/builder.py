@@ -149,7 +149,7 @@ class CopyStore:
         return self.store.read(key, bytearray(len(self._shape.covering(start, tokens)) * self._shape.block_bytes))
 
     def write(self, key: bytes, kv: torch.Tensor, prefix: torch.Tensor) -> None:
-        """Store the KV of a document or of the system prompt, if missing. Raises WriteFailedError."""
+        """Store KV of a document or the system prompt, if missing. Raises WriteFailedError."""
         start, parent = self._place(key)
         payload = as_blocks(kv.cpu(), start, prefix[:start].cpu(), self._shape)
         cost = self._profile.cost(start, len(kv))
@@ -189,9 +189,8 @@ class Estimate:
 class FusionBuilder:
     """Preprocessed KV of documents after one system prompt, in a folder that a disk tier opens (FusionRAG 3.1).
 
-    A document's KV is computed after the system prompt and its neighbours' KV (each computed after the system prompt
-    alone), then moved directly after the system prompt. `plan`, `add`, `remove` and `refresh` decide the contents;
-    `build` computes what is missing, after an interruption with the same bytes.
+    A `Preprocessor` computes it; neighbours' KV is computed after the system prompt alone. `plan`, `add`, `remove` and
+    `refresh` decide the contents; `build` computes what is missing, after an interruption with the same bytes.
 
     Nothing else may use `model` and `folder` until `close`. `engine`: the serving engine's settings; `salt`: the
     tenant. Raises StoreRefusedError, ManifestError, UnsupportedModelError.
@@ -265,7 +264,7 @@ class FusionBuilder:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts of `plan`, with `identity`, `prefix_key`, `prefix_tokens` and `token_bytes`; empty before it."""
+        """Facts of `plan`, with `identity`, `prefix_key`, `prefix_tokens` and `token_bytes`; empty before it."""
         return self._manifest.facts
 
     @property
@@ -283,8 +282,8 @@ class FusionBuilder:
         self._model.restore()
 
     def plan(self, documents: Sequence[SourceDocument], facts: Mapping[str, Any] | None = None) -> None:
-        """Choose all documents' neighbours, replacing an earlier plan, and keep `facts` (JSON). Raises BuildError for a
-        duplicate id, and an empty or too long document."""
+        """Choose all documents' neighbours, replacing an earlier plan, and keep `facts` (JSON). Raises BuildError for
+        duplicate ids, and empty or too long documents."""
         made = {
             "identity": self._copies.identity,
             "prefix_key": self._copies.prefix_key.hex(),
@@ -298,7 +297,7 @@ class FusionBuilder:
         return known == [(each.id, self._copies.content(each.token_ids)) for each in documents]
 
     def add(self, documents: Sequence[SourceDocument]) -> int:
-        """Plan new documents and known ids with changed texts, whose KV is removed. Return their number."""
+        """Plan new documents, and changed ones, whose KV is removed. Return their number."""
         read = self._planner.read(documents)
         known = {each.id: each for each in self._manifest}
         changed = {each.id: each for each in read if each.id not in known or known[each.id].content != each.content}
@@ -337,9 +336,9 @@ class FusionBuilder:
         return Estimate(len(missing), sum(len(each.token_ids) for each in missing), size)
 
     def build(self, shard: tuple[int, int] = _WHOLE) -> Iterator[Built]:
-        """Compute the missing documents of `shard` (i, n), i from 1. Parts built in separate folders become one build
-        when their `chunks` are in one folder. Finished documents stay. Raises WriteFailedError, and BuildError for a
-        wrong shard, KV with NaN or inf, and a disk that is too small."""
+        """Compute missing documents of `shard` (i, n), i from 1. Parts built in separate folders become one build when
+        their `chunks` are in one folder. Finished documents stay. Raises WriteFailedError, and BuildError for a wrong
+        shard, KV with NaN or inf, or too small a disk."""
         groups = self._groups(shard)
         self._check_room(self.estimate(shard))
         check_numbers("the system prompt", self._preprocessor.prefix)

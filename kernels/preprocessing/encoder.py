@@ -23,7 +23,7 @@ _POOLINGS = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"
 
 
 class TextEncoder:
-    """Unit vectors of texts, truncated to the model's window; it is loaded on first use."""
+    """Unit vectors of texts, truncated to the window of a model loaded on first use."""
 
     def __init__(self, model: str | None = None) -> None:
         self.model = default_model() if model is None else model
@@ -64,7 +64,7 @@ class TextEncoder:
 
 
 class PooledEncoder:
-    """A transformer with the mean or the first of its tokens' vectors, as sentence-transformers computes it."""
+    """A transformer with mean or first-token pooling, as in sentence-transformers."""
 
     def __init__(self, folder: Path, *, mean: bool, longest: int | None) -> None:
         from transformers import AutoModel, AutoTokenizer
@@ -78,7 +78,7 @@ class PooledEncoder:
 
     @classmethod
     def of(cls, model: str) -> PooledEncoder | None:
-        """Return the encoder of a folder or a downloaded model, or None if it is not there or has other modules."""
+        """Return a folder's or downloaded model's encoder, or None if it is absent or has other modules."""
         folder = _folder_of(model)
         if not (folder / "model.safetensors").is_file():
             return None
@@ -138,7 +138,6 @@ def _folder_of(model: str) -> Path:
 
 
 def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the places of texts of similar length, the longest first."""
     batch: list[int] = []
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
         longest = lengths[batch[0]] if batch else 0

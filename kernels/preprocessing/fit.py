@@ -39,7 +39,7 @@ class BuildFit:
 
     @classmethod
     def of(cls, folder: Path, *, model: str, other_model: bool) -> Self | None:
-        """Return None for a folder without a build, or with an unreadable one (logged)."""
+        """Return None without a build, or for an unreadable one (logged)."""
         try:
             with closing(Manifest.of(folder)) as manifest:
                 return cls(manifest, folder, model=model, other_model=other_model)

@@ -65,9 +65,9 @@ class PlannedDocument:
 
 
 class Manifest:
-    """Documents in the order of computation, and JSON `facts` of the build. A change is on disk when its method
-    returns, or has not happened. Only the owner can read the file, and all that is read is checked. Raises
-    ManifestError, which quotes nothing of the file."""
+    """Documents in order of computation, and JSON `facts` of the build. A change is on disk when its method returns, or
+    has not happened. Only the owner can read the file; all that is read is checked. Raises ManifestError, which quotes
+    nothing of it."""
 
     def __init__(self, folder: Path, *, vocabulary: int = _MOST_TOKENS, read_only: bool = False) -> None:
         path = folder / _NAME
@@ -187,7 +187,6 @@ class Manifest:
             return None if row is None else self._document(row)
 
     def _document(self, row: tuple[Any, ...]) -> PlannedDocument:
-        """Raises ValueError for a row that no build wrote."""
         id, content, tokens, joined, vector = row
         if not (isinstance(id, str) and id):
             raise ValueError("the id of a document is not text")
@@ -222,7 +221,7 @@ class Manifest:
 
 
 def _reason(error: Exception) -> str:
-    """Return why, without SQLite's words, which may quote a column."""
+    """Leave out SQLite's words, which may quote a column."""
     if isinstance(error, sqlite3.Error):
         return getattr(error, "sqlite_errorname", None) or "a column is not UTF-8 text"
     return "a text is not Unicode" if isinstance(error, UnicodeError) else str(error)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Neighbours(ABC):
-    """For each document, other documents that are likely to be retrieved with it.
+    """For each document, others likely to be retrieved with it.
 
     @neighbours.register("next", "the documents that follow in the corpus")
     class NextNeighbours(Neighbours):
@@ -33,7 +33,7 @@ class Neighbours(ABC):
 
     @classmethod
     def from_argument(cls, argument: str | None) -> Self:
-        """Make the choice for the argument after its name. Raises ValueError."""
+        """Make the choice for this argument. Raises ValueError."""
         if argument is not None:
             raise ValueError(f"takes no argument, got {argument!r}: leave it out")
         return cls()
@@ -45,7 +45,7 @@ class Neighbours(ABC):
     @abstractmethod
     def nearest(self, ids: Sequence[str], vectors: NDArray[np.float32] | None, count: int) -> list[list[int]]:
         """Return for each document the indices of at most `count` others, most related first. `ids` are unique;
-        `vectors` are the result of `vectors`, in their order."""
+        `vectors` result from `vectors`, in their order."""
 
 
 neighbours: Registry[Neighbours] = Registry("neighbours")
@@ -108,7 +108,7 @@ class _Vertex(BaseModel):
 
 @neighbours.register("graph", 'from a graph (graph:FILE, JSON lines {"id", "neighbours"}, nearest first)')
 class GivenNeighbours(Neighbours):
-    """Neighbours by id, nearest first. Ids outside the corpus are ignored."""
+    """Ids outside the corpus are ignored."""
 
     def __init__(self, graph: Mapping[str, Sequence[str]]) -> None:
         self._graph = graph

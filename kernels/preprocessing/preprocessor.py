@@ -27,11 +27,10 @@ class Prefill:
 
 
 class Preprocessor:
-    """KV (tokens, layers, 2, KV heads, head_dim) of documents as if directly after the system prompt.
+    """KV (tokens, layers, 2, KV heads, head_dim) of documents, as if directly after the system prompt.
 
     A document is computed after the system prompt and its neighbours, whose keys are rotated to their positions; then
-    its own keys are rotated back (FusionRAG, Eq. 5 and 10). At most `workspace_tokens` are computed together. Nothing
-    else may use `model` meanwhile.
+    its own are rotated back (FusionRAG, Eq. 5 and 10). At most `workspace_tokens` are computed together.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class _Placed:
 
 
 def check_numbers(what: str, kv: torch.Tensor) -> None:
-    """Raises BuildError for NaN or inf, which would fail every request that uses the KV."""
+    """Raises BuildError for NaN or inf, which would fail all requests with this KV."""
     if not bool(kv.isfinite().all()):
         raise BuildError(
             f"the KV of {what} contains NaN or inf (overflow, or bad weights): build with another dtype in another "

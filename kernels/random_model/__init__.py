@@ -14,8 +14,8 @@ __all__ = ["has_fast_bfloat16", "make_model", "random_model", "standard_texts"]
 
 
 def random_model(texts: Iterable[str] | None = None) -> Path:
-    """Return the folder, in the user's cache, of a random model with a tokenizer for `texts`, just wide enough for
-    prefill to dominate the time to first token. Raises ImportError."""
+    """Make a random model with a tokenizer for `texts` in the user's cache, just wide enough for prefill to dominate
+    the time to first token. Return its folder. Raises ImportError."""
     with needs("torch", "making a model"):
         layers, hidden_size = (14, 1024) if has_fast_bfloat16() else (8, 512)
     folder = cache_folder() / f"random-{layers}x{hidden_size}"

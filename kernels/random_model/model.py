@@ -34,8 +34,8 @@ def make_model(
     seed: int = 0,
     max_position_embeddings: int = 32768,
 ) -> Path:
-    """Write a bf16 Qwen2 with random weights and a byte-level BPE tokenizer trained on `texts`, replacing another one
-    made here. Return `folder`. Raises ValueError, ImportError, and FileExistsError for foreign files."""
+    """Write a bf16 Qwen2 with random weights and a byte-level BPE tokenizer trained on `texts`, replacing one made
+    here. Return `folder`. Raises ValueError, ImportError, and FileExistsError for foreign files."""
     heads, kv_heads, head_dim = _heads(hidden_size)
     if layers < 1:
         raise ValueError(f"layers is {layers}: give 1 or more")

@@ -69,7 +69,7 @@ class ChunkFolder:
         return -(-file_bytes // self._block_bytes) * self._block_bytes
 
     def bytes_of(self, name: ChunkName) -> int:
-        """Return what a file that cannot be read takes, 0 if even that is unknown."""
+        """Return an unreadable file's size on disk, 0 if unknown."""
         try:
             return self.size_on_disk(os.stat(name.path, dir_fd=self._chunks, follow_symlinks=False).st_size)
         except OSError:

@@ -1,4 +1,4 @@
-"""Format of a chunk's file, its name `ab/ab12….<serial>.kv`, and keys of variants."""
+"""Format of a chunk's file, its name `ab/ab12….<serial>.kv`, and variants' keys."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ _HOW_BYTES = 16
 
 
 def variant_key(content: bytes, how: bytes) -> bytes:
-    """Return the key, on no prompt's path, of a copy of `content` made as `how` says."""
+    """Return the key, on no prompt's path, of a copy of `content` made in the way `how`."""
     return content + blake2b(how, digest_size=_HOW_BYTES).digest()
 
 

@@ -1,4 +1,4 @@
-"""Counters of a store, and reading of its folder, also by other processes."""
+"""Counters of a store, and reading of its folder by any process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StoreCounters:
     """Chunks since the store was opened with `restored` ones.
 
     `refused` chunks leave the store, except another model's ("identity"). "foreign": another chunk; "size": not the
-    buffer's; "room": none for the write. `skipped_writes` came during `pauses`. Failures are by the system error.
+    buffer's; "room": none for the write. `skipped_writes` came during `pauses`. Failures are by system error.
     """
 
     restored: int = 0
@@ -68,7 +68,7 @@ class Scan(NamedTuple):
 
 
 def scan(folder: ChunkFolder, counters: StoreCounters) -> Scan:
-    """Read all headers. Remove unfinished and unusable files; keep other models', which are counted."""
+    """Read all headers. Remove unfinished and unusable files; keep and count other models'."""
     good: list[FoundChunk] = []
     unwanted: list[tuple[ChunkName, int]] = []
     occupied = serial = 0

@@ -30,7 +30,7 @@ class StoredChunk:
 
 
 class ChunkIndex:
-    """Chunks by key, oldest write first. `other_bytes`: of files being written, being removed, or unusable."""
+    """Chunks by key, oldest write first. `other_bytes`: of files being written or removed, or unusable."""
 
     def __init__(self, capacity_bytes: int, policy: str, history: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -67,8 +67,8 @@ class ChunkIndex:
         return {key: cast("bytes | None", node.parent) for key, node in nodes if node is not None}
 
     def make_room(self, bytes_on_disk: int, protected: Container[bytes] = ()) -> dict[bytes, StoredChunk] | None:
-        """Evict for a new file; evict nothing and return None if that is not enough. `other_bytes` grows by the larger
-        size: remove the evicted files before writing."""
+        """Evict for a new file, or evict nothing and return None. `other_bytes` grows by the larger size: remove
+        evicted files before writing."""
         if self.other_bytes + bytes_on_disk > self.capacity_bytes:
             return None
         missing = self.used_bytes + bytes_on_disk - self.capacity_bytes

@@ -37,8 +37,8 @@ def best_batch(
     """Return how many of the waiting requests to serve next for the lowest mean latency.
 
     - `seconds`: of a batch by its size, such as a `PowerLaw`
-    - `sizes`: allowed batch sizes; a batch is smaller if fewer requests wait
-    - `arrivals_s`: expected arrivals of further requests, in seconds from now
+    - `sizes`: allowed ones; a batch is smaller if fewer requests wait
+    - `arrivals_s`: expected arrivals, in seconds from now
 
     The paper compares equal batches (Eq. 6); here later ones may have other sizes. Among equals the largest size. Takes
     time proportional to backlog times sizes.
@@ -55,7 +55,7 @@ def best_batch(
 
 
 class _Backlog:
-    """The best batch for each number of waiting requests up to `most`, without arrivals."""
+    """The best batch by waiting requests, up to `most`, without arrivals."""
 
     def __init__(self, most: int, seconds: Callable[[int], float], sizes: Sequence[int]) -> None:
         self._sizes = sizes
@@ -93,7 +93,7 @@ class _Backlog:
 
 
 class AllWaiting:
-    """Batches of all waiting requests, at most `most`: for retrieval, and as RAGDoll's static ones (Table 2)."""
+    """Batches of all waiting requests, at most `most`: RAGDoll's static ones (Table 2)."""
 
     def __init__(self, most: int | None = None) -> None:
         if most is not None and most < 1:
@@ -117,8 +117,6 @@ _DIGITS = 2
 
 class BacklogAware:
     """Batches by backlog: `best_batch` with a `PowerLaw` that learns from each batch.
-
-        BacklogAware(PowerLaw.fit(profiled), most=64)
 
     - `seconds`: of a batch by its size; only a `PowerLaw` learns
     - `most`: the largest batch; sizes are powers of two and `most`, or `sizes`

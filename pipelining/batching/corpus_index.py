@@ -1,4 +1,4 @@
-"""The FAISS file of a corpus: a given one, checked, or one that is built once into the cache folder."""
+"""FAISS file of a corpus, given or built."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Embedder(Protocol):
 def corpus_index(
     texts: Sequence[str], embedder: Embedder, given: Path | None = None, *, say: Callable[[str], object]
 ) -> Path:
-    """Return the `given` index of these texts, or one in the user's cache, which is built if it is missing.
+    """Return the `given` index of these texts, or one in the user's cache, built if missing.
 
-    A built index finds the nearest vectors of all. `say` reports its progress. Raises ValueError or TypeError for an
-    index of other texts, of another model's vectors or that cannot be cut into partitions; OSError, ImportError.
+    A built index searches all vectors. `say` reports its progress. Raises ValueError or TypeError for an index of other
+    texts, of another model's vectors or that cannot be cut into partitions; OSError, ImportError.
     """
     path = _built(texts, embedder, say) if given is None else given
     count, dimensions = _shape(path)

@@ -1,4 +1,4 @@
-"""Reactions to a failure: smaller batches, freed memory, retries."""
+"""Reactions to failures."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 class Degradation:
-    """The reactions of one worker to failures.
+    """One worker's reactions to failures.
 
     A request runs again in a batch of half the size, down to 1; then, if out of memory, after one of `reliefs`; then
     `max_retries` times. `limit` bounds all batches meanwhile.
@@ -84,7 +84,7 @@ class Degradation:
     async def retries(
         self, request: BatchedRequest[Any, Any], size: int, error: Exception, *, shared: bool, progress: bool = False
     ) -> bool:
-        """Return whether a request runs again after an error. `shared`: another request may have caused it."""
+        """Return whether a request runs again. `shared`: another one may have caused the error."""
         if request.abandoned or request.ended.done():
             return False
         shortage = is_shortage(error)

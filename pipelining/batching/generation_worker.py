@@ -18,7 +18,7 @@ from ragorder.pipelining.servers import end_all
 
 
 class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
-    """Generates answers, with at most `kv_limit` tokens of `kv`, except for a single request."""
+    """Runs requests with at most `kv_limit` tokens of `kv`, except for a single one."""
 
     name = "generation"
 
@@ -99,7 +99,7 @@ class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
             trace.first_token_s = began_s + trace.generation.first_token_s
 
     def _over(self, request: BatchedRequest[Q, D], task: asyncio.Task[_Outcome]) -> None:
-        """Handle the end of a generation without an await, so that a rerun is never counted twice."""
+        """Runs without an await, so that a rerun is never counted twice."""
         del self._tasks[request]
         outcome = _Outcome(_cut_off(task)) if task.cancelled() or task.exception() else task.result()
         if outcome.retries and not request.abandoned:
@@ -124,7 +124,7 @@ class _Outcome(NamedTuple):
 
 
 class JoiningGenerationWorker(GenerationWorker[Q, D, R]):
-    """For an engine that lets requests join between two steps; the number is chosen at each arrival or end."""
+    """For an engine that lets requests join between two steps."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -164,7 +164,7 @@ class JoiningGenerationWorker(GenerationWorker[Q, D, R]):
 
 
 class StaticGenerationWorker(GenerationWorker[Q, D, R]):
-    """For an engine that computes each batch to its end, and as a baseline."""
+    """For an engine that computes each batch to its end."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -20,7 +20,7 @@ _BUDGET = 256
 
 
 class _RunningTrie:
-    """The documents of each request as a path of a trie, with the `tokens` of all nodes."""
+    """Each request's documents as a path, with the `tokens` of all nodes."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -101,7 +101,7 @@ class KVTokens(Protocol[Q, D]):
 
 
 class TrieKV(Generic[Q, D]):
-    """KV tokens of a batch on a trie: a prefix that requests share counts once.
+    """KV tokens of a batch: a prefix that requests share counts once.
 
         TrieKV(key=lambda document: document.key, tokens=builder.document_tokens, own_tokens=lambda question: 300)
 

@@ -1,4 +1,4 @@
-"""Partitions of an index file, read into memory one by one (RAGDoll section 4.2)."""
+"""Partitions of an index file (RAGDoll 4.2)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PartitionLists(NamedTuple):
 class PartitionFile:
     """An IVF index on disk, its clusters cut into `count` ranges of about equal bytes.
 
-    Lists are read as a file: a failing disk raises OSError, where a page of a mapped file would end the process.
+    Lists are read, not mapped: a failing disk raises OSError instead of ending the process.
     """
 
     def __init__(self, path: str | os.PathLike[str], count: int, *, searcher: str, drop_pages: bool = True) -> None:

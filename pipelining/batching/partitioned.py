@@ -1,4 +1,4 @@
-"""Searches of an index on disk, partition by partition (RAGDoll section 4.2)."""
+"""Search of an index on disk (RAGDoll 4.2)."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class PartitionedSearch:
         for stage in search.search(queries, k=5): ...      # a StagedSearch; the last stage equals index.search
 
     - `partitions`: ranges of clusters of about equal bytes
-    - `resident`: number of most used partitions that stay in memory
+    - `resident`: most used partitions that stay in memory
     - `nprobe`, `cores`: default to the index's and FAISS's own
     - `read_ahead`: read the next partition during a scan; memory then has two beside the resident ones
-    - `drop_pages`: drop pages from the operating system's cache once read
+    - `drop_pages`: from the operating system's cache once read
 
     The first stage scans the resident partitions, each later one another. Queries may join between stages
     (`PartitionedPass.join`). After an OSError or MemoryError the next stage continues with the same partition. Searches
@@ -124,7 +124,7 @@ class PartitionedSearch:
         return PartitionedPass(self, lambda: PassRows.join(parts))
 
     def resize(self, resident: int) -> None:
-        """Set the most partitions in memory, and free the least used ones now. Waits for the running stage."""
+        """Set the most partitions in memory, freeing the least used ones. Waits for the running stage."""
         self._check_resident(resident)
         with self._lock:
             self._resident = resident
@@ -275,7 +275,7 @@ class PartitionedPass(Iterator[Stage]):
         return self._stage(left)
 
     def join(self, parts: Sequence[PassRows]) -> None:
-        """Let queries of other searches, with the same k and number of clusters, join between two stages."""
+        """Join queries of other searches, with the same k and nprobe, between two stages."""
         self._rows = PassRows.join([self.rows, *parts])
         self._walk.moved = False
         self._over = False
@@ -294,7 +294,7 @@ class PartitionedPass(Iterator[Stage]):
 
 
 class _Walk:
-    """The position of a pass, and at most one partition that is read during a scan."""
+    """Reads at most one partition during a scan."""
 
     def __init__(self, search: PartitionedSearch) -> None:
         self.moved = True
@@ -317,7 +317,7 @@ class _Walk:
             self._partition = partition
 
     def take(self, partition: int) -> PartitionLists:
-        """Return a partition; raise what reading raised, and read again at the next call."""
+        """Raise what reading raised, and read again at the next call."""
         if self._partition != partition or self._reading is None:
             self.drop()
             return self._search._read(partition)
@@ -339,6 +339,5 @@ class _Walk:
 
 
 def _trim_memory() -> None:
-    """Return freed memory to the operating system (glibc: MADV_DONTNEED)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Queries of a pass over partitions, with their results so far."""
+"""Queries of a pass over partitions."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class PassRows:
         return Visits(rows, clusters, self.coarse[rows, columns], sizes[clusters])
 
     def scanned(self, partitions: NDArray[np.bool_], best: BestResults, found: dict[int, TieCandidates]) -> None:
-        """Store what scans of these partitions found. Must not fail, so that a pass can continue after an error."""
+        """Must not fail, so that a pass can continue after an error."""
         self.best = best
         for row, candidates in found.items():
             self.candidates[row].append(candidates)

@@ -33,7 +33,7 @@ class BatchEvent:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """Times of one request by the server's clock, in seconds (None: has not happened).
+    """Times of one request by the server's clock, in seconds (None: not yet).
 
     `retrieval_batch`, `generation_batch`: the most requests beside it, itself included; `failures`: of its batches.
     """
@@ -61,7 +61,7 @@ class RequestTrace:
         return began_s - self.arrived_s + sent_s - found_s
 
     def as_record(self) -> dict[str, Any]:
-        """Return fields for JSON, without any text of the request."""
+        """Return fields for JSON, without the request's texts."""
         names = [name for name in self.__slots__ if name != "generation"]
         return {name: getattr(self, name) for name in names}
 
@@ -83,12 +83,12 @@ class BatchedAnswer(Generic[D]):
 
 @dataclass(eq=False, slots=True)
 class BatchedRequest(Generic[Q, D]):
-    """A question from its arrival to its end; `ended` is set exactly once.
+    """A question in the server; `ended` is set exactly once.
 
     - `checkpoint`: results of a failed search for the next one
     - `most`: the largest batch that it may run in, smaller after each failure
     - `alone`, `reliefs`: failures without other requests, and how often memory was freed
-    - `peak`: most requests that ran at the same time in its worker; `sent`: its documents have been ordered
+    - `peak`: most requests that ran at once in its worker; `sent`: its documents have been ordered
     """
 
     question: Q
@@ -118,7 +118,7 @@ class BatchedRequest(Generic[Q, D]):
         self.trace.generation = type(self.trace.generation)()
 
     def add(self, chunk: AnswerChunk) -> None:
-        """Add a chunk. Raises AnswerChangedError if the text differs from what was streamed before."""
+        """Raises AnswerChangedError if the text differs from what was streamed before."""
         self._usage = chunk.usage or self._usage
         if not chunk.text:
             return
@@ -176,7 +176,7 @@ class BatchedRequest(Generic[Q, D]):
 
 
 class BatchedStream(AnswerStream[str | BatchedAnswer[D]]):
-    """Text of an answer, with the whole `answer` at the end."""
+    """Text of an answer; at its end the `answer`."""
 
     answer: BatchedAnswer[D] | None = None
 

@@ -22,8 +22,8 @@ D_co = TypeVar("D_co", covariant=True)
 class SearchTask(Protocol[Q_co]):
     """A question of a batch.
 
-    `checkpoint`: results from before a failure, a new object whenever there are more. `abandoned`: no result is needed
-    any more; then `cancel_search` is called.
+    `checkpoint`: results from before a failure, a new object whenever there are more. `abandoned`: no result is needed;
+    then `cancel_search` is called.
     """
 
     checkpoint: Any
@@ -47,19 +47,17 @@ class BatchRetrieval(Protocol[Q_contra, D_co]):
 
 
 class JoinableRetrieval(BatchRetrieval[Q_contra, D_co], Protocol[Q_contra, D_co]):
-    """A retrieval that lets requests join a running batch."""
+    """Lets requests join a running batch."""
 
     def search_joined(
         self, tasks: Sequence[SearchTask[Q_contra]], more: Callable[[], Sequence[SearchTask[Q_contra]]], /
     ) -> AsyncGenerator[tuple[int, Sequence[D_co] | Exception], None]:
-        """As `search_batch`. `more` is called on the event loop whenever requests may join, and returns them.
-
-        Their positions follow all earlier ones.
-        """
+        """As `search_batch`. `more` is called on the event loop whenever requests may join, and returns them; their
+        positions follow all earlier ones."""
 
 
 class ConcurrentRetrieval(Generic[Q, D]):
-    """A batch of separate, parallel searches: for `ContinuousIVF` and for services."""
+    """A batch of parallel searches: for `ContinuousIVF` and services."""
 
     def __init__(self, retrieval: Retrieval[Q, D]) -> None:
         self._retrieval = retrieval
@@ -89,13 +87,11 @@ class ConcurrentRetrieval(Generic[Q, D]):
 
 
 class PartitionedRetrieval(Generic[Q, D]):
-    """A batch of questions that passes over the partitions of an index once (RAGDoll section 4.2).
+    """A batch of questions that passes over the partitions of an index once (RAGDoll 4.2).
 
-        PartitionedRetrieval(PartitionedSearch("index.faiss", 32, resident=8), embed, documents.__getitem__, top_k=5)
-
-    `embed` returns vectors of shape (questions, dimensions), `document` the document of an index id; both and each
-    stage run in a thread. Other questions join at the next partition. After an error each continues, in any later
-    batch, with the partitions that it still needs.
+    `embed` returns vectors of shape (questions, dimensions), `document` takes an index id; both and each stage run in a
+    thread. Other questions join at the next partition. After an error each continues, in any later batch, with the
+    partitions that it still needs.
     """
 
     def __init__(
@@ -118,7 +114,7 @@ class PartitionedRetrieval(Generic[Q, D]):
         return len(self.index.held)
 
     def resize(self, partitions: int) -> None:
-        """Set the most partitions in memory. Waits for the running stage."""
+        """See `PartitionedSearch.resize`."""
         self.index.resize(partitions)
 
     def relieve(self) -> bool:
@@ -209,7 +205,7 @@ class PartitionedRetrieval(Generic[Q, D]):
 
 
 class _Entry(Generic[Q]):
-    """A task of a pass. `begun`: results of earlier passes; `stages`: of this pass."""
+    """`begun`: results of earlier passes; `stages`: of this pass."""
 
     __slots__ = ("begun", "position", "stages", "task")
 

@@ -15,10 +15,7 @@ from ragorder.pipelining.protocols import D, Q
 
 
 class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
-    """Searches for one batch of requests at a time; calls `found` with each that is final.
-
-    At most `room()` requests are searched for at once, because the next queue is bounded.
-    """
+    """Searches for one batch of at most `room()` requests at a time; calls `found` with each that is final."""
 
     name = "retrieval"
 
@@ -176,10 +173,7 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
 
 
 class _Batch(Generic[Q, D]):
-    """Requests without an outcome that are searched for together, by position, with their checkpoints before.
-
-    One that is done is dropped with all its data: a batch that others join may never end.
-    """
+    """Requests without an outcome, by position, with their checkpoints before. A joined batch may never end."""
 
     def __init__(self, requests: Sequence[BatchedRequest[Q, D]]) -> None:
         self.left: dict[int, tuple[BatchedRequest[Q, D], Any]] = {}

@@ -1,4 +1,4 @@
-"""Server with separate batches for retrieval and generation (RAGDoll section 4.1)."""
+"""Server with separate batches for retrieval and generation (RAGDoll 4.1)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _EVENTS = 4096
 
 
 class ServingPlacement(Protocol):
-    """The most requests at once, and partitions in memory."""
+    """The largest generation batch, and the partitions in memory."""
 
     @property
     def batch(self) -> int: ...
@@ -45,18 +45,16 @@ class DecoupledServer(Generic[Q, D, R]):
         async with DecoupledServer(retrieval, prompts, engine) as server:
             answer = await server.run("Which drawer?")
             async with server.stream("Which drawer?") as stream: ...
-            async for number, answer in server.batch(questions): ...
 
-    - `retrieval`: for batches, or a `Retrieval` of single questions, whose searches run in parallel
-    - `placement`: the largest generation batch and the partitions in memory
-    - `batching`, `searching`: policies of generations and searches (default: all that wait)
+    - `retrieval`: for batches, or of single questions, whose searches run in parallel
+    - `batching`, `searching`: policies of generations and searches (default: `BacklogAware`, `AllWaiting`)
     - `joins`: whether requests can join between two steps of the engine
     - `kv`, `kv_limit`: KV tokens of the requests that run together
     - `lengths`: the largest cached share goes first, within `window`
     - `reliefs`: free memory, before `relieve` of engine and retrieval
     - `max_retries`: of a request alone, after a shortage (`is_shortage`)
     - `max_contexts`: requests that wait for generation
-    - `observer`: called with each `BatchEvent` and final `RequestTrace`
+    - `observer`: gets each `BatchEvent` and final `RequestTrace`
     """
 
     def __init__(
@@ -144,27 +142,25 @@ class DecoupledServer(Generic[Q, D, R]):
         return await self._run(question)
 
     def stream(self, question: Q) -> BatchedStream[D]:
-        """Stream the answer; lazy. Raises what `run` raises, and AnswerChangedError."""
+        """Lazy. Raises what `run` raises, and AnswerChangedError."""
         return BatchedStream(self._stream(question))
 
     def batch(
         self, questions: Iterable[Q], *, on_progress: Callable[[int], object] | None = None
     ) -> AsyncGenerator[tuple[int, BatchedAnswer[D] | Exception], None]:
-        """Yield (number of the question, answer or error) in the order of their ends.
-
-        At most half of `max_requests` run at a time; they wait while the server is full.
-        """
+        """Yield (number of the question, answer or error) as requests end. At most half of `max_requests` run at once;
+        they wait while the server is full."""
         at_once = max(1, self.max_requests // 2)
         return run_batch(
             questions, lambda each: self._run(each, patient=True), at_once=at_once, on_progress=on_progress
         )
 
     async def place(self, placement: ServingPlacement) -> None:
-        """Change to another placement while requests run, with its batch from the first smaller part on.
+        """Change to another placement while requests run; meanwhile the smaller batch holds.
 
-        Fewer partitions are set first and more last, so that memory suffices. An engine whose `place` returns None
-        could not yet, because of running requests: it is asked again whenever one has ended. Raises TimeoutError if
-        it still cannot after all of them, and errors of the engine; the batch and partitions are then those of before.
+        Fewer partitions are set first and more last, so that memory suffices. An engine whose `place` returns None is
+        asked again whenever a running request has ended. Raises TimeoutError if it still cannot after all of them, and
+        errors of the engine; batch and partitions are then as before.
         """
         self._check_placement(placement)
         async with self._placing:
@@ -188,7 +184,7 @@ class DecoupledServer(Generic[Q, D, R]):
             self.generating.wake()
 
     async def _place_engine(self, placement: ServingPlacement) -> int | None:
-        """Return the KV tokens that the engine has then, or None if it places nothing."""
+        """Return the engine's KV tokens then, or None if it places nothing."""
         place = getattr(self._engine, "place", None)
         if not callable(place):
             return None
@@ -234,7 +230,6 @@ class DecoupledServer(Generic[Q, D, R]):
     async def _request(
         self, question: Q, chunks: asyncio.Queue[str | None] | None = None, *, patient: bool = False
     ) -> AsyncIterator[BatchedRequest[Q, D]]:
-        """Keep a request in the server until the block ends, with the caller's outcome or without."""
         self._check_open()
         if not patient and not self._limiter.has_room:
             raise QueueFullError(
@@ -263,7 +258,7 @@ class DecoupledServer(Generic[Q, D, R]):
             raise RuntimeError("this server is closed")
 
     async def _leave(self, request: BatchedRequest[Q, D], told: bool) -> None:
-        """Remove a request from all queues and workers. `told`: the caller has its outcome."""
+        """`told`: the caller has the request's outcome."""
         request.cancel(self._clock())
         if not told:
             # It may have ended just before it was cancelled.

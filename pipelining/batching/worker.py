@@ -1,4 +1,4 @@
-"""Worker with a queue, batches and hooks (RAGDoll sections 4.1 and 4.2)."""
+"""Worker with a queue, batches and hooks (RAGDoll 4.1, 4.2)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Worker(ABC, Generic[Q, D]):
-    """Serves the requests in its queue, `running` of them now; hooks run while none does. For one event loop."""
+    """Serves the requests in its queue; hooks run while none is `running`. For one event loop."""
 
     name: WorkerName
 
@@ -69,10 +69,8 @@ class Worker(ABC, Generic[Q, D]):
         self._changed.set()
 
     async def between_batches(self, hook: Callable[[], Any]) -> Any:
-        """Call `hook` once while no batch runs and return its result.
-
-        Plain functions run in a thread. Raises what it raises, and RuntimeError if the server is closed first.
-        """
+        """Return the result of `hook`, called while no batch runs, in a thread if it is a plain function. Raises what
+        it raises, and RuntimeError if the server is closed first."""
         if self._closed:
             raise RuntimeError("the server was closed")
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""Placements on device, host memory and disk, and sizes (RAGDoll 4.2)."""
+"""Placements and sizes (RAGDoll 4.2)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Bytes = Annotated[int, Field(ge=0)]
 _PASSING = 2
 
 KV_BUFFERS = 2
-"""Buffers on the device for layers with KV in host memory: one attends while the next is copied."""
+"""Buffers on the device for layers with KV in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Decoder layers and bytes of KV by tier, partitions of the index in host memory, and the batch.
+    """Decoder layers and bytes of KV by tier, and partitions of the index in host memory.
 
     `slots`: buffers on the device for streamed layers; `step_tokens`: of the largest step. `kv.device` is the pool, for
     the running batch first. Of `kv_host_layers` layers it lies in host memory, and passes buffers on the device.
@@ -71,7 +71,7 @@ class Placement:
 
 
 def pool_spread(pool: int, layers: int, in_host: int) -> Spread:
-    """Return where the bytes of a pool are if `in_host` of its layers lie in host memory, with their buffers."""
+    """Return the bytes of a pool by tier, with buffers for the `in_host` layers."""
     if not in_host:
         return Spread(device=pool)
     each = -(-pool // layers)
@@ -117,7 +117,7 @@ class ModelSizes(_Sizes):
         return sum(self.layers) + self.outside
 
     def workspace(self, tokens: int, requests: int | None = None) -> int:
-        """Return H for a step of `tokens` tokens, of at most `requests` requests (default: `step_rows`)."""
+        """Return H for a step of at most `requests` requests (default: `step_rows`)."""
         known = round(_value(self.step_bytes, max(tokens, self.step_bytes[0][0])))
         rows = self.step_rows if requests is None else requests
         return known + (min(rows, tokens) - min(self.step_rows, tokens)) * self.row_bytes
@@ -142,7 +142,7 @@ class IndexSizes(_Sizes):
         return sum(sorted(self.partitions, reverse=True)[:count])
 
     def reading(self, resident: int) -> int:
-        """Return the bytes of partitions in transit: one is scanned while the next is read."""
+        """Return the bytes in transit: one partition is scanned while the next is read."""
         return sum(sorted(self.partitions, reverse=True)[resident : resident + _PASSING])
 
 

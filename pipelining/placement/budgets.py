@@ -64,7 +64,7 @@ def disk_memory(folder: Path | str) -> int:
 
 
 def cgroup_headroom(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int | None:
-    """Return the bytes that the process's control groups (version 2 or 1) leave, or None without a limit."""
+    """Return the bytes that control groups (version 2 or 1) leave, or None without a limit."""
     try:
         lines = membership.read_text("utf-8").splitlines()
     except OSError:
@@ -97,7 +97,7 @@ def _free_of(group: Path, limit_file: str, use_file: str, reclaimable: str) -> i
 
 @dataclass(frozen=True, slots=True, init=False)
 class Budgets:
-    """Bytes that may be used on the device, in host memory, and on the disk (for KV only).
+    """Bytes that may be used (on the disk for KV only).
 
         Budgets("6GiB", "24GiB", disk_bytes="100GiB")
 

@@ -20,7 +20,7 @@ from ragorder.pipelining.placement.budgets import Budgets
 
 
 class PlacementCosts(Protocol):
-    """Sizes and times of one model and index on one machine, measured or estimated."""
+    """Sizes and times of one model and index on one machine."""
 
     @property
     def model(self) -> ModelSizes: ...
@@ -63,10 +63,10 @@ def mean_latency_s(backlog: int, batch: int, retrieval_s: float, generation_s: C
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes by tier for any placement of this model and index.
+    """Bytes of placements by tier.
 
     Besides Eq. 2 and 3: weights outside the layers, buffers, and the fixed part of the index. Each layer counts as the
-    largest one. What is on the disk does not count.
+    largest one. On the disk only KV counts.
     """
 
     model: ModelSizes
@@ -101,7 +101,7 @@ _WORKLOAD = Workload()
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Speed of a machine: operations a second, bytes a second of memory, buses and disk, and of an index scan."""
+    """Operations a second, and bytes a second of memory, buses, disk and an index scan."""
 
     flops: float
     device: float
@@ -126,7 +126,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class EstimatedCosts:
-    """Times from sizes and rates: a step is computation or the copy of its layers and KV, a retrieval read and scan."""
+    """Times from sizes and rates: a step is computation or copies, a retrieval read and scan."""
 
     model: ModelSizes
     rates: Rates
@@ -157,7 +157,7 @@ class EstimatedCosts:
         return read / self.rates.disk + total / self.rates.scan
 
     def moving_s(self, before: Placement, after: Placement) -> float:
-        """Return the seconds of a move: reads of layers and partitions, and copies of layers and the KV pool."""
+        """Return the seconds that a move reads and copies."""
         bus = abs(after.kv_host_share - before.kv_host_share) * min(after.kv.device, before.kv.device)
         slot, index, rates = self.model.slot, self.index, self.rates
         layers = after.weights.device + after.weights.host - before.weights.device - before.weights.host

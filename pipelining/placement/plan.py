@@ -1,4 +1,4 @@
-"""Plan of layers, KV, partitions and batch within memory budgets (RAGDoll Eq. 1, 4.2, 4.4)."""
+"""Plan of a placement within memory budgets (RAGDoll Eq. 1, 4.2, 4.4)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEAST_STEP = 64
 """Tokens of the smallest planned step."""
 
 STAGES = 3
-"""Pinned host buffers that layers pass from the disk to a GPU: one is read while another is copied, and one moves."""
+"""Pinned host buffers that layers pass from the disk to a GPU."""
 
 # Share of the device for the workspace of streamed layers: a larger step leaves fewer layers on the device.
 _WORKSPACE_SHARE = 0.125
@@ -26,12 +26,12 @@ _WORKSPACE_SHARE = 0.125
 _SLOTS = 3
 
 WORTHWHILE = 0.01
-"""Least gain, as a share of the latency, that is worth mentioning, or a move."""
+"""Least gain, as a share of the latency, worth mentioning, or a move."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFit:
-    """Layers that stay on the device, buffers for the others, tokens of the largest step, and bytes that are left."""
+    """What fits on the device. `slots`: buffers for the other layers; `free`: bytes left."""
 
     layers: int
     slots: int
@@ -44,7 +44,7 @@ def fit_device(
 ) -> DeviceFit | None:
     """Fit `layers` of `slot` bytes beside `fixed` bytes and the `workspace` of a step (Eq. 2); None: not even one fits.
 
-    All layers with the largest step that leaves room; else a step with a moderate workspace, or the smallest one.
+    Choose the largest step with room for all layers, else one with a moderate workspace, or the smallest.
     """
     best: tuple[bool, bool, int, int] | None = None
     for step in steps:
@@ -66,9 +66,9 @@ def fit_device(
 def fit_pool(
     pool: int, layers: int, host_bytes: int, staging: int, fit: Callable[[int], DeviceFit | None]
 ) -> tuple[int, DeviceFit] | None:
-    """Fit a pool of KV, all of it on the device if it fits; else the KV of as few of the `layers` in `host_bytes` as
-    leave a whole ring of buffers for weights, or one buffer. Streamed layers need `staging` there. `fit` places the
-    rest beside the pool's bytes on the device. Return the layers with KV in host memory too; None if nothing fits."""
+    """Fit a pool of KV on the device, else the KV of the fewest `layers` in `host_bytes` that leave a whole ring of
+    buffers for weights, or one. Streamed layers need `staging` there. `fit` places the rest beside the pool on the
+    device. Return the layers with KV in host memory, and the fit; None if nothing fits."""
     on_device = fit(pool)
     if on_device is not None:
         return 0, on_device
@@ -90,7 +90,7 @@ def fit_pool(
 
 
 def fit_host(host_bytes: int, streamed: int, slot: int) -> tuple[int, int]:
-    """Return the streamed layers in host memory (Eq. 3), which are read in each step, and the bytes that are left."""
+    """Return the streamed layers in host memory (Eq. 3), and the bytes left."""
     layers = min(streamed, max(0, host_bytes) // slot)
     return layers, max(0, host_bytes) - layers * slot
 
@@ -247,9 +247,9 @@ def plan_placement(
 ) -> PlannedPlacement:
     """Return the placement within the budgets with the lowest mean latency of `backlog` waiting requests.
 
-    `backlog` defaults to the largest measured batch. All batches and numbers of resident partitions are tried: the
-    paper stops where retrieval and generation take equally long (4.4), which is not always the optimum. Remaining
-    memory is for KV of documents. Without `host_kv` the KV of a running batch stays on the device.
+    `backlog` defaults to the largest measured batch. All batches and numbers of resident partitions are tried; the
+    paper stops where retrieval and generation take equally long (4.4). Remaining memory is for KV of documents. Without
+    `host_kv` the running batch's KV stays on the device.
     """
     backlog = max(costs.batches) if backlog is None else backlog
     if backlog < 1:

@@ -33,7 +33,7 @@ class _Sample(BaseModel):
 
 
 class GenerationSample(_Sample):
-    """Seconds of a batch with these decoder layers in each tier; the others were on the disk."""
+    """Seconds of a batch; the other decoder layers were on the disk."""
 
     kind: Literal["generation"] = "generation"
     batch: int = Field(ge=1)
@@ -46,7 +46,7 @@ class GenerationSample(_Sample):
 
 
 class RetrievalSample(_Sample):
-    """Seconds of a retrieval over all partitions, with `partitions` resident ones."""
+    """Seconds of a retrieval with `partitions` resident ones."""
 
     kind: Literal["retrieval"] = "retrieval"
     partitions: int = Field(ge=0)
@@ -57,10 +57,9 @@ class RetrievalSample(_Sample):
 
 
 class PlacementProfile(BaseModel):
-    """Times of generation by batch and layers, and of retrieval by resident partitions, with sizes.
+    """Times of generation and retrieval, with sizes.
 
         profile = PlacementProfile.from_file("placement.json")
-        profile.generation_s(16, Spread(device=8, host=24), profile.step_tokens)  # seconds
 
     - by batch: a power law (Eq. 4) for each measured number of layers
     - by layers on the device: linear in between; a mixture of streamed layers counts in proportion
@@ -129,7 +128,7 @@ class PlacementProfile(BaseModel):
         return host_s + weights.disk / streamed * (disk_s - host_s)
 
     def _copy_s(self, batch: int, kv_host_layers: int, rows: _Rows) -> float:
-        """Return the seconds of copies of KV: as many for a byte as those of layers take."""
+        """A byte of KV is copied as fast as one of layers."""
         (fewest, slowest), (most, fastest) = rows[0], rows[-1]
         layers_s = max(0.0, slowest(batch) - fastest(batch)) / max(1, most - fewest)
         kv = self.model.kv_token * self.workload.kv_tokens(batch) * kv_host_layers / len(self.model.layers)
@@ -140,7 +139,6 @@ class PlacementProfile(BaseModel):
 
     @cached_property
     def _rows(self) -> tuple[_Rows, _Rows]:
-        """Power laws by layers on the device, with the other layers in host memory, and on the disk."""
         times: dict[tuple[int, int], list[tuple[int, float]]] = {}
         for each in self.generation:
             times.setdefault((each.device_layers, each.host_layers), []).append((each.batch, each.seconds))
@@ -200,7 +198,7 @@ _SEARCHER = "a placement"
 
 
 def index_sizes(path: Path | str, partitions: int = 32) -> IndexSizes:
-    """Return the sizes of an index file in `partitions`; one that is not IVF is in memory as a whole."""
+    """Return the sizes of an index file; one that is not IVF is in memory as a whole."""
     if partitions < 1:
         raise ValueError(f"partitions must be 1 or more, got {partitions}")
     whole = os.path.getsize(path)
@@ -229,7 +227,7 @@ R = TypeVar("R")
 
 
 def shared_tokens(requests: Sequence[R], kv_tokens: Callable[[Sequence[R]], int], batches: Iterable[int]) -> Curve:
-    """Return the most KV tokens of any `batch` consecutive requests, for each size: `Workload.shared`."""
+    """Return `Workload.shared`: the most KV tokens of consecutive requests, for each size."""
     sizes = sorted(set(batches))
     if not requests or not sizes or sizes[0] < 1:
         raise ValueError(f"requests and sizes of 1 or more are needed, got {len(requests)} requests and sizes {sizes}")

@@ -1,4 +1,4 @@
-"""Placement that follows the load, where a move pays (RAGDoll 4.4, Figure 9)."""
+"""Placement that follows the load (RAGDoll 4.4, Figure 9)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _PLANS = 256
 class Replanner:
     """Plans again for the backlog and lengths of now, from a first placement `placed` with room for any request.
 
-    A move pays as soon as its seconds, for each request that waits, are less than what these requests would save and
-    what the requests since the last move would have saved: a burst moves at once, a low load after some requests.
-    Measured times of generations and moves correct what the costs expect. `most` bounds the batch.
+    A move pays once its seconds, times the waiting requests, are less than what these would save and what those since
+    the last move would have saved: a burst moves at once, a low load after some requests. Measured times correct the
+    expected ones. `most` bounds the batch.
     """
 
     def __init__(self, placed: PlannedPlacement, costs: EstimatedCosts, *, most: int) -> None:
@@ -62,7 +62,7 @@ class Replanner:
         return self._plans[key]
 
     def propose(self, backlog: int) -> PlannedPlacement | None:
-        """Return the placement to move to now, for so much backlog, or None while no move pays."""
+        """Return the placement to move to now, or None while no move pays."""
         wanted, since, self._since = self.plan(backlog), self._since, 0
         now = replace(self.placed, costs=wanted.costs, backlog=wanted.backlog)
         saved_s = now.latency_s - wanted.latency_s

@@ -1,4 +1,4 @@
-"""Searches that join and leave while an index is scanned (HedraRAG 4.2)."""
+"""Continuous IVF search (HedraRAG 4.2)."""
 
 from __future__ import annotations
 
@@ -63,15 +63,13 @@ class ContinuousIVF:
         for stage in search.search(queries, k=5): ...          # a StagedSearch, from any thread
         handle = search.submit(query, k=5, history=history)    # one query; handle.stages(), .result(), .cancel()
 
-    - `index`: a FAISS IVF index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform
+    - `index`: as for `StagedIVF`, with its TypeError
     - `nprobe`, `cores`: by default the index's and FAISS's own
     - `order`: the "oldest" search first, or the one with the "shortest" rest
-    - `patience`: end a search after this many clusters without a change: faster, not exact
+    - `patience`: end a search after this many clusters without a change
     - `thread`: scan in a thread; otherwise in callers that wait for a stage or call `advance`
-    - `scanner`: makes what scans a piece
 
     Without `patience` the last stage equals `index.search`, ties included. The index must not change during a search.
-    Raises TypeError for an index whose parts do not add up to its search.
     """
 
     def __init__(
@@ -161,7 +159,7 @@ class ContinuousIVF:
         whole: bool = False,
         params: Any = None,
     ) -> SearchHandle:
-        """Start a search for one query, (dimensions,) or (1, dimensions). Raises what `search` raises.
+        """Start a search for one query, (dimensions,) or (1, dimensions).
 
         - `history`: the request's earlier searches, to which this one is added; not with a selector
         - `due=False`: speculative, only while due searches leave cores idle

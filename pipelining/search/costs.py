@@ -13,7 +13,7 @@ _WARM = 16
 
 
 class ClusterCosts:
-    """Seconds of a call that scans `codes` vectors on one core: call_s + code_s x codes, by decayed least squares."""
+    """Seconds of a call that scans `codes` vectors on one core, by decayed least squares."""
 
     def __init__(self, code_s: float, call_s: float = 5e-5) -> None:
         self.call_s = call_s
@@ -59,9 +59,9 @@ class PieceLimit(NamedTuple):
 class Budget:
     """Duration of a piece: mb = sqrt(2 * overhead * search), where Eq. 1's gain is largest.
 
-    The gain is (search - mb) / 2 - search / mb * overhead; the paper prints a plus, but means this minus. `overhead_s`
-    (β; None: the measured mean) is a piece's time without the scan, at most 2 % of all. While searches wait, each core
-    gets 16 clusters: fewer cannot be shared evenly.
+    The gain is (search - mb) / 2 - search / mb * overhead (the paper prints a plus). `overhead_s` (β; None: the
+    measured mean) is a piece's time without the scan, at most 2 % of all. While searches wait, each core gets at least
+    16 clusters.
     """
 
     def __init__(self, overhead_s: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Handle of a search that shares its time with others."""
+"""Handle of a shared search."""
 
 from __future__ import annotations
 

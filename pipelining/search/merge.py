@@ -100,7 +100,7 @@ def find_candidates(
     edges: NDArray[np.float32],
     kept: int,
 ) -> list[TieCandidates]:
-    """Return each query's results up to its k-th key in `edges`, in the order of FAISS's scan."""
+    """Return each query's results up to its k-th key in `edges`."""
     found: list[TieCandidates] = [_NONE] * len(queries)
     left = np.arange(len(queries))
     while len(left):

@@ -16,7 +16,7 @@ from ragorder.pipelining.staged._ivf import ClusterIndex, Metric, read_nprobe
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PastSearch:
-    """An ended search: the `clusters` scanned, its results, and its k-th key, the `reach`."""
+    """An ended search: the `clusters` scanned, and its k-th key, the `reach`."""
 
     query: NDArray[np.float32]
     clusters: NDArray[np.int64]
@@ -50,8 +50,8 @@ class PastSearch:
 class History:
     """The last searches of one request, which order the clusters of its next ones: the same results, found earlier.
 
-    A past search is similar if its query is as near as its k-th result (Figure 7a). `kept`: results stored of each, 20
-    in the paper. Requests must not share it.
+    A past search is similar if its query is as near as its k-th result (Figure 7a). `kept`: results stored of each
+    (paper: 20). Requests must not share it.
     """
 
     def __init__(self, kept: int = 20, searches: int = 4) -> None:
@@ -91,7 +91,7 @@ def _keys(query: NDArray[np.float32], vectors: NDArray[np.float32], metric: str)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SearchRequest:
-    """Checked arguments; `selector` has the IVF index's ids, and `params` keeps it alive."""
+    """`selector` has the IVF index's ids, and `params` keeps it alive."""
 
     queries: NDArray[np.float32]
     k: int

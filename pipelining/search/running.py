@@ -186,7 +186,7 @@ class Visits(NamedTuple):
         return [dealt.part(slice(start, stop)) for start, stop in pairwise((0, *cuts)) if start < stop]
 
     def padded(self) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.float32]]:
-        """Return the rows and their clusters, padded with -1, which FAISS skips."""
+        """Pad clusters with -1, which FAISS skips."""
         rows = self.rows
         if rows[0] == rows[-1]:
             return rows[:1], self.clusters[None], self.coarse[None]

@@ -62,7 +62,6 @@ class PieceScanner:
             self._helpers.shutdown(wait=False)
 
     def _whole_alone(self, piece: Sequence[tuple[RunningSearch, int]]) -> BestResults | None:
-        """Scan a single, uncut search on one core with one call of FAISS; return None in other cases."""
         search, stop = piece[0]
         if len(piece) > 1 or search.done or stop < search.total or self._cores > 1:
             return None
@@ -153,7 +152,7 @@ def shares_of(codes: int, cores: int, costs: ClusterCosts) -> int:
 
 
 def _by_selector(piece: Sequence[tuple[RunningSearch, int]], visits: Visits) -> Iterator[tuple[Any, Visits]]:
-    """Group visits by selector, since a call of FAISS has one; those without go together."""
+    """Group visits by selector: a call of FAISS has one."""
     selectors = [search.selector for search, _ in piece]
     plain = np.array([selector is None for selector in selectors])
     if plain.all():

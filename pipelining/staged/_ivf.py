@@ -31,7 +31,7 @@ OFFSET = (1 << 32) - 1
 
 
 class ClusterIndex:
-    """An IVF index whose scanned parts add up to its search. Raises TypeError, in the name of `searcher`."""
+    """An IVF index whose scanned parts add up to its search. Raises TypeError for others."""
 
     def __init__(self, index: Any, searcher: str) -> None:
         self.core = unwrap(index)

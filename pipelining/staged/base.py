@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """Results up to the end of a stage, in read-only arrays.
+    """Results after a stage, in read-only arrays.
 
     - `number`: 1 to `stages`; in a shared search the clusters scanned so far (0: results of earlier searches)
     - `ids`: (queries, k), best first; -1 if fewer were found
@@ -36,7 +36,7 @@ class Stage:
 
 
 class StagedSearch(Protocol):
-    """A search in stages. Each `next()` does one stage's work, in any thread, and releases the interpreter lock."""
+    """Each `next()` does one stage's work, in any thread, and releases the interpreter lock."""
 
     def search(self, queries: Any, k: int) -> Iterator[Stage]:
         """Return the k nearest of `queries`, (queries, dimensions); the last stage equals an unstaged search."""

@@ -1,4 +1,4 @@
-"""Staged HNSW search, repeated with a growing candidate list."""
+"""Staged HNSW search."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StagedHNSW:
         for stage in StagedHNSW(index, stages=3).search(queries, k=5):
             print(stage.number, stage.ids)
 
-    - `index`: a FAISS HNSW index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform
+    - `index`: a FAISS HNSW index, bare or wrapped as for `StagedIVF`
     - `ef_search`: of the last stage (default: the index's own)
     - `stages`: each with four times the efSearch of the last one, or the `schedule`
 

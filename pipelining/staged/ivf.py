@@ -1,4 +1,4 @@
-"""Staged IVF search, nearest clusters first."""
+"""Staged IVF search."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _cuts(nprobe: int, stages: int, growth: object, counts: Sequence[int] | None
 
 
 class TopKMerge:
-    """Each query's best k, merged part by part, in FAISS's order of ties; doubtful ties are searched again."""
+    """Each query's best k, merged part by part, in FAISS's order of ties."""
 
     def __init__(self, first: SearchResult, *, similarity: bool) -> None:
         self.distances, self.ids = first

@@ -45,7 +45,7 @@ def fields(template: str | Callable[[State], str]) -> frozenset[str]:
 
 
 def query_fields(query: str | Callable[[State], str]) -> frozenset[str]:
-    """Return the names that a query reads: the fields of a template, or the query itself if it has no braces."""
+    """Return the names that a query reads: its fields, or itself if it has no braces."""
     if callable(query) or "{" in query or "}" in query:
         return fields(query)
     if not query.isidentifier():
@@ -104,8 +104,8 @@ def input_of(node: Generation | Retrieval, state: State, scope: Hashable) -> Inp
 
 
 class Memory:
-    """One request's answers and found documents, running ones included, by input (compared with ==). `memo`: None for
-    searches and generations at temperature 0, True for all, False for none."""
+    """One request's answers and found documents, running ones included, by input (compared with ==). `memo`: see
+    `WorkflowServer`."""
 
     def __init__(self, memo: bool | None = None) -> None:
         self._memo = memo
@@ -118,7 +118,7 @@ class Memory:
 
     @contextmanager
     def asking(self, asked: Input) -> Iterator[asyncio.Future[Any]]:
-        """Yield the future that takes the result; an entry that gets no result is removed."""
+        """Yield the future for the result; an entry without a result is removed."""
         entry = asked, asyncio.get_running_loop().create_future()
         self._known.setdefault(_text_of(asked), []).append(entry)
         try:

@@ -67,8 +67,8 @@ class RAGraph:
         max_tokens: int = 256,
         **options: Any,
     ) -> Self:
-        """Add a generation. `documents`: the state's names of documents that the prompt shows, by default those outputs
-        of retrievals that the template names. `options` go to the engine; temperature is 0.0 by default."""
+        """`documents`: the state's names of documents that the prompt shows, by default the outputs of retrievals that
+        the template names. `options` go to the engine; temperature is 0.0 by default."""
         names = _names(documents)
         return self._add(Generation(id, prompt, output, names, parse, max_tokens, MappingProxyType(options)))
 
@@ -96,7 +96,7 @@ class RAGraph:
         to: NodeId | Terminal | Sequence[NodeId | Terminal] = (),
     ) -> Self:
         """Add an edge, conditional if `target` is a function of the state, which runs on the event loop and must be
-        quick. `to`: what it may return, one or several (default: any node or END)."""
+        quick. `to`: what it may return (default: any node or END)."""
         to = _as_tuple(to)
         edge = Edge(source, to, target) if callable(target) else Edge(source, (target,))
         problem = edge_problem(edge, to)
@@ -173,7 +173,7 @@ class CompiledGraph:
         return tuple(target for target in targets if target is not END)
 
     def leads_to(self, id: NodeId, name: str | None) -> bool:
-        """Return whether this node, or one that may come after it, writes the name (None: True)."""
+        """Return whether this node or a later one writes the name (None: True)."""
         later = self.topology.later(id)
         return name is None or any(
             name in node.writes for node in self.nodes.values() if node.id == id or node.id in later

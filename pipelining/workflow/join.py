@@ -1,4 +1,4 @@
-"""Positions of a request in its graph, and a plain run by them."""
+"""Positions of a request in its graph, and a plain run."""
 
 from __future__ import annotations
 
@@ -49,10 +49,6 @@ class NodeRun:
 class Tokens:
     """One request's positions in its graph.
 
-        while runs := tokens.take():
-            for run in runs:
-                tokens.finish(run, values_of(run))
-
     A node with a token starts once no other token can reach it in this round of its loops; tokens that meet become one.
     So results do not depend on the order or duration of runs. `until`: a name of the state; a branch ends where nothing
     that follows writes it.
@@ -94,7 +90,7 @@ class Tokens:
 
     @property
     def state_so_far(self) -> State:
-        """The newest value of each name in all branches, ended or not."""
+        """The newest value of each name in all branches."""
         order = self._graph.topology.order
         running = [(order[run.id], run.round, run.state) for run in self._running.values()]
         return _joined([*self._ended, *chain.from_iterable(self._waiting.values()), *running])

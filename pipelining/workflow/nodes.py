@@ -24,7 +24,7 @@ class RoundsError(GraphError):
 
 
 class DeadlineError(WorkflowError, TimeoutError):
-    """A request whose deadline has ended before it had an answer."""
+    """A deadline that ended before the answer."""
 
 
 class UnknownNameError(WorkflowError, KeyError):
@@ -38,14 +38,14 @@ class UnusableValueError(WorkflowError, TypeError): ...
 
 
 class RefusedSearchError(WorkflowError, ValueError):
-    """A search that the index cannot answer, such as a vector of another dimension."""
+    """A search that the index cannot answer."""
 
 
 _UNKNOWN_OPTION = re.compile(r"unexpected keyword argument '\w{1,64}'", re.IGNORECASE)
 
 
 class NodeError(WorkflowError, RuntimeError):
-    """A node that failed in one request. The message has no text of the request; `__cause__` is the error."""
+    """A failed node. The message has no text of the request; `__cause__` is the error."""
 
     def __init__(self, graph: str, node: object, failure: str) -> None:
         super().__init__(f"workflow {graph!r}, node {node!r}: {failure}")
@@ -58,7 +58,7 @@ class NodeError(WorkflowError, RuntimeError):
 
     @classmethod
     def of(cls, graph: str, node: object, error: BaseException) -> NodeError:
-        """Return the error to raise from `error`, whose own message, which may have texts, is not shown."""
+        """Return the error to raise from `error`, whose own message is shown only if it is a `WorkflowError`."""
         if isinstance(error, WorkflowError):
             return cls(graph, node, str(error))
         # An engine that does not know an option of a generation; a name of Python's has no text.
@@ -67,7 +67,7 @@ class NodeError(WorkflowError, RuntimeError):
 
 
 QUESTION = ("input", "query")
-"""Names of the user's question, both from HedraRAG's Listing 1."""
+"""Names of the user's question (HedraRAG's Listing 1)."""
 
 
 UNKNOWN: Any = object()
@@ -186,8 +186,8 @@ class Retrieval:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A function, such as a filter, which returns values for the names in `writes`; it runs in a thread if it is no
-    coroutine. `pure`: quick and without side effects, so it may be called speculatively, on the event loop."""
+    """A function that returns values for the names in `writes`, in a thread if it is no coroutine. `pure`: quick and
+    without side effects, so it may be called speculatively, on the event loop."""
 
     id: NodeId
     function: Callable[[State], Mapping[str, Any] | Awaitable[Mapping[str, Any]]]
@@ -203,7 +203,7 @@ Node = Generation | Retrieval | Step
 class NodeQuestion:
     """A generation's prompt without its documents, for a `RequestBuilder`.
 
-    - `ordered`: documents may be ordered for the engine's cache, else they are in rank order
+    - `ordered`: documents may be ordered for the engine's cache, else by rank
     - `streamed`: tokens are read as they come, else the answer may come whole
     """
 

@@ -40,15 +40,15 @@ def predict_runs(tokens: Tokens, *ended: tuple[NodeRun, Mapping[str, Any]]) -> l
 
 
 def known_runs(tokens: Tokens) -> tuple[dict[Query, NodeRun], set[RunKey]]:
-    """Return the next searches whose queries are the same for two texts in place of what still runs, and, if that is so
-    for all searches, the runs that follow: their start makes no other search known."""
+    """Return the next searches whose queries are the same for two texts in place of what still runs, and, if all are,
+    the runs that follow, whose start makes no other search known."""
     (first, runs), (second, others) = (_searches_after(tokens, text) for text in _UNKNOWN)
     known = {query: run for query, run in first.items() if query in second}
     return known, runs & others if known.keys() == first.keys() == second.keys() else set()
 
 
 def _searches_after(tokens: Tokens, text: str) -> tuple[dict[Query, NodeRun], set[RunKey]]:
-    """Return the searches and runs that follow; no runs if they are too many, or depend on what is not called."""
+    """Return no runs if they are too many, or depend on what is not called."""
     expected = tokens.copy()
     searches: dict[Query, NodeRun] = {}
     running = deque(expected.running)
@@ -147,7 +147,7 @@ def _call_pure(run: NodeRun) -> Mapping[str, Any] | None:
 
 
 class SpeculativeSearch:
-    """A search for a predicted query, with a branch of the request's `history`."""
+    """A speculative search, with a branch of the request's `history`."""
 
     def __init__(
         self,

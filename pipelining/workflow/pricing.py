@@ -1,4 +1,4 @@
-"""What speculations may waste, and the time that they cost others."""
+"""What speculations may waste, and cost others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Allowance:
 
     @property
     def used(self) -> float:
-        """The used share of what may be wasted, 0 without a limit."""
+        """The used share of what may be wasted."""
         if not self._share:
             return 0.0
         return (self.wasted + self.held) / max(1.0, self._share * self.due)
@@ -44,7 +44,7 @@ class Spending:
         self.tokens.due += tokens
 
     def hold_generation(self, tokens: int) -> bool:
-        """`tokens`: expected; 0, before the node has been answered, counts as any number."""
+        """`tokens`: expected; 0 (unknown) counts as any number."""
         if not (self.requests.has_room(1) and self.tokens.has_room(tokens or math.inf)):
             return False
         self.requests.held += 1
@@ -53,7 +53,7 @@ class Spending:
 
     @property
     def least_right(self) -> float:
-        """How often a generation must be right: the more, the more is wasted."""
+        """How often a generation must be right."""
         return max(self.requests.used, self.tokens.used)
 
     def free_generation(self, held: int) -> None:
@@ -70,7 +70,7 @@ _KEEP, _LEAST_VARIANCE = 0.98, 0.25
 
 
 class DecodingCost:
-    """Seconds that a further sequence on the engine adds to each token of the others: a slope, learnt from answers."""
+    """Seconds that a further sequence on the engine adds to each token of the others, learnt from answers."""
 
     def __init__(self) -> None:
         self._weight = 0.0

@@ -13,7 +13,7 @@ from ragorder.pipelining.workflow.nodes import NodeError, NodeId, State
 
 @dataclass(frozen=True, slots=True)
 class WorkflowResult:
-    """`text`: the graph's answer ("" if `until` ended the request before); `state`: the values of all nodes."""
+    """`text`: the graph's answer, or "" if `until` ended the request before."""
 
     text: str = field(repr=False)
     state: State = field(repr=False)
@@ -42,7 +42,7 @@ class WorkItemTrace:
 
     - `planned_s`: became due or was predicted, and waited for a scheduling cycle until `started_s`
     - `outcome` of a speculation: "used", "wasted" (right, on a dropped branch) or "rolled back" (wrong)
-    - of a search: `stages` seen, `clusters` scanned, and those scanned after the result had `settled`
+    - `settled`: clusters scanned after a search's last change
     - `stages_ahead`: predicted from a due item (1) or a speculative one (2)
     - `from_memory`: an earlier item of the request had the same input
     """
@@ -90,7 +90,7 @@ class WorkflowTrace:
 
     @property
     def wasted_tokens(self) -> int:
-        """Tokens of prompts and answers of unused speculative generations."""
+        """Prompts and answers of unused speculations."""
         return sum((item.prompt_tokens or 0) + item.tokens for item in self._wasted("engine"))
 
     @property

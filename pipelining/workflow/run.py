@@ -42,13 +42,13 @@ _CHECK_EVERY = 8
 
 
 class RunOptions(TypedDict, total=False):
-    """What a caller says about one request.
+    """Options of one request.
 
     - `state`: values for the graph's `inputs`
     - `scope`: the tenant, which shares no cached prefixes
     - `deadline_s`: seconds from the call, with the time in the queue
     - `on_limit`: at `max_rounds` or the deadline "return" the answer so far, or raise without one; always "raise"
-    - `until`: a name of the state, such as "docs": only what leads to its last value runs
+    - `until`: a name of the state: only what leads to its last value runs
     """
 
     state: Mapping[str, Any] | None

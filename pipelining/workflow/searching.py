@@ -1,4 +1,4 @@
-"""Searches of workflows: shared, in stages, or by a function."""
+"""Searches of workflows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 @dataclass(frozen=True, slots=True)
 class WholeResult(Generic[D]):
-    """All documents of a search function, in the form of a final `Stage`."""
+    """A search function's documents, in the form of a final `Stage`."""
 
     documents: tuple[D, ...] = field(repr=False)
     number: int = 1
@@ -57,8 +57,8 @@ class Searcher(Generic[D]):
 
     - `search`: an object with `submit` (`ContinuousIVF`), a `StagedSearch`, or a function of a query and k that returns
       results, best first. Coroutine functions run on the event loop, others in a thread.
-    - `embed`: makes the vector to search for. None: the function gets the text.
-    - `document`: returns the document of an id. None: the function returns documents.
+    - `embed`: None if the function takes the text.
+    - `document`: of an id. None if the function returns documents.
 
     Raises ValueError for an index without `embed` or `document`.
     """
@@ -153,7 +153,6 @@ class Searcher(Generic[D]):
 
 
 def _ids(results: Any) -> Sequence[Any]:
-    """Return one query's ids (numbers or texts), from a sequence or an array of one row."""
     if isinstance(results, list | tuple) and all(isinstance(id, str) for id in results):
         return results
     import numpy as np
@@ -168,7 +167,7 @@ def _ids(results: Any) -> Sequence[Any]:
 
 
 class _Whole:
-    """A search that runs while it is read; each reading searches again."""
+    """Runs while it is read; each reading searches again."""
 
     stage: Found | None = None
 
@@ -182,7 +181,7 @@ class _Whole:
 
 
 class _Begun:
-    """A search that runs before it is read. If it has failed and was promoted, reading it searches again."""
+    """Runs before it is read. If it has failed and was promoted, reading it searches again."""
 
     stage: Found | None = None
 

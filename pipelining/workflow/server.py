@@ -27,7 +27,7 @@ _MEASURE_EVERY = 128
 
 
 class _BoundedEngine(Generic[R]):
-    """An engine with at most `limit` requests at once, aborted ones included until they end."""
+    """Aborted requests count until they end."""
 
     def __init__(self, engine: StreamingEngine[R], limit: int) -> None:
         self._engine = engine
@@ -45,17 +45,16 @@ class WorkflowServer(Generic[D, R]):
         async with WorkflowServer(engine, ContinuousIVF(index), embed, documents.__getitem__, prompts) as server:
             result = await server.run(graph, "Which drawer?")
             async with server.stream(graph, "Which drawer?") as stream: ...
-            async for number, result in server.batch(graph, questions): ...
 
     - `search`, `embed`, `document`: see `Searcher`; `document` must be quick
-    - `transformations`: of each scheduling cycle, in this order (None: all; (): none)
-    - `load`: admits speculative generations (None: while fewer than 4 requests wait for their first token)
+    - `transformations`: of each scheduling cycle, in this order (None: all)
+    - `load`: admits speculative generations (None: `EngineLoad(4)`)
     - `extra_tokens`: share of engine tokens, engine requests and searches that wrong speculations may add to those of
       due nodes (None: any; 0: only searches whose queries are known)
     - `max_requests` run at once and `max_waiting` others wait; further ones raise QueueFullError
     - `max_generations` are on the engine at once; the largest cached share goes next, within `window`
     - `memo`: a request repeats no search, and no generation at temperature 0 (None) or at any (True); False: it does
-    - `observer`: called with each final trace
+    - `observer`: gets each final trace
 
     Answers equal those of `interpret` with the same prompts. A node that fails ends its own request only.
     """
@@ -101,7 +100,7 @@ class WorkflowServer(Generic[D, R]):
         self._warn = FirstFailures()
 
     async def run(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowResult:
-        """Return the result. Raises GraphError, NodeError, DeadlineError, QueueFullError, RuntimeError (closed)."""
+        """Raises GraphError, NodeError, DeadlineError, QueueFullError, RuntimeError (closed)."""
         return await self._run(graph, question, WorkflowTrace(graph.name), checked_options(graph, options))
 
     def stream(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowStream:
@@ -117,7 +116,7 @@ class WorkflowServer(Generic[D, R]):
         **options: Unpack[RunOptions],
     ) -> AsyncGenerator[tuple[int, WorkflowResult | Exception], None]:
         """Yield (number of the question, result or error) as requests end. At most `max_requests` questions are read at
-        a time, and wait while the queue is full. `options`: of each request."""
+        a time, and wait while the queue is full."""
         checked_options(graph, options)
 
         def ask(question: str) -> Coroutine[Any, Any, WorkflowResult]:
@@ -211,7 +210,6 @@ class WorkflowServer(Generic[D, R]):
             await end_all((task,))
 
     def _streams(self, graph: CompiledGraph, id: NodeId) -> bool:
-        """Return whether a transformation reads a generation's tokens, or a prefill is to be measured."""
         for transformation in self.transformations:
             reads_tokens = getattr(transformation, "reads_tokens", None)
             if reads_tokens is None or reads_tokens(graph, id, self.measurements):

@@ -65,7 +65,7 @@ class SpeculativeGeneration(Generic[D, R]):
         self._task = asyncio.create_task(self._begin(item, question, documents, load))
 
     def due(self) -> None:
-        """The generation is due: keep a running speculation, and begin no other."""
+        """Keep a running speculation, and begin no other."""
         if self._next is not None:
             self._ended(self._next, "cancelled")
             self._next = None
@@ -125,14 +125,14 @@ def question_for(item: WorkItem, node: Generation, scope: Hashable) -> NodeQuest
 
 
 class _Guesses(NamedTuple):
-    """Prompts and documents predicted from a speculative search, by its part, with the times."""
+    """Inputs predicted from a speculative search, by its part, with the times."""
 
     source: WorkItem
     by_part: dict[int, tuple[Input, float]]
 
 
 class Speculations(Generic[D, R]):
-    """Speculative generations and searches of one request; `tasks` are those of searches, until they end."""
+    """Speculations of one request; `tasks`: of searches, until they end."""
 
     def __init__(
         self,

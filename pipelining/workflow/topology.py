@@ -1,4 +1,4 @@
-"""Static structure of a graph, and checks of it."""
+"""Static structure and checks of a graph."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ Position = tuple[Vertex, bool]
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Nodes that all reach each other. An edge from one of them to one of `heads` ends a round."""
+    """Nodes that all reach each other. An edge from one to one of `heads` ends a round."""
 
     nodes: frozenset[Vertex]
     heads: frozenset[Vertex]
 
 
 class Topology:
-    """Loops, order and parallel nodes. `edges`: the targets of each edge of each node and START. A loop's head is where
-    it is entered, or, of several such nodes, the one that surely leads to the others; else all."""
+    """`edges`: the targets of each edge of each node and START. A loop's head is where it is entered, or, of several
+    such nodes, the one that surely leads to the others; else all."""
 
     def __init__(self, edges: Mapping[Vertex, Sequence[tuple[Vertex, ...]]]) -> None:
         self._edges = edges
@@ -69,7 +69,7 @@ class Topology:
         return loop is not None and source in loop.nodes
 
     def later(self, vertex: Vertex) -> frozenset[Vertex]:
-        """Return all that can come after a node: also END, and in a loop the node itself."""
+        """Return all that can come later: also END, and in a loop the node itself."""
         if vertex not in self._later:
             self._later[vertex] = frozenset(_reached(self._next, self._next.get(vertex, ())))
         return self._later[vertex]
@@ -102,7 +102,7 @@ class Topology:
 
     @cached_property
     def parallel(self) -> Mapping[frozenset[Position], Vertex]:
-        """Positions that two branches can have at the same time, with the node where they parted."""
+        """Positions that two branches can have at once, with the node where they parted."""
         found: dict[frozenset[Position], Vertex] = {}
         waiting = [
             ((target, self.ends_round(source, target)), (beside, self.ends_round(source, beside)), source)
@@ -255,7 +255,7 @@ def answer_name(nodes: Mapping[NodeId, Node], edges: Edges, answer: str | None) 
 
 
 def _ends(id: NodeId, nodes: Mapping[NodeId, Node], edges: Edges) -> bool:
-    """Return whether END can follow this generation without another one."""
+    """Return whether END can follow without another generation."""
     through = {
         source: [target for edge in out for target in edge.targets]
         for source, out in edges.items()

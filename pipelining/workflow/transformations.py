@@ -16,8 +16,8 @@ from ragorder.pipelining.workflow.wavefront import ANY_PART, KNOWN, Measurements
 
 
 class Transformation(Protocol):
-    """A change of the wavefront, applied on the event loop in each scheduling cycle where it saves time. Without its
-    optional `reads_tokens(graph, node, measured)` all generations are streamed."""
+    """A change of the wavefront, applied on the event loop in each scheduling cycle. Without an optional
+    `reads_tokens(graph, node, measured)` all generations are streamed."""
 
     name: str
 
@@ -33,13 +33,10 @@ class _WithoutTokens:
 
 
 class _Mark(_WithoutTokens, ABC):
-    """Sets `flag` of starting work items of `worker` with a positive gain."""
-
     name: str
     flag: str
     worker: Worker = "search"
     shared_only = False
-    """Needs a search that is cut into parts (`Measurements.cuts`)."""
 
     def apply(self, wavefront: Wavefront, measured: Measurements, /) -> None:
         if self.shared_only and not measured.cuts:
@@ -59,7 +56,7 @@ class Split(_Mark):
     name, flag, shared_only = "split", "split", True
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Return the maximum of Eq. 1, at mb = sqrt(2 * overhead * search)."""
+        """Return the maximum of Eq. 1."""
         search_s, budget = measured.search_s.value, getattr(measured.search, "budget", None)
         if search_s is None or budget is None:
             return math.inf
@@ -78,7 +75,7 @@ class Reorder(_Mark):
     name, flag, shared_only = "reorder", "reorder", True
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Return 0 for a request's only search; a speculative one is before the due one."""
+        """Return 0 for a request's only search."""
         if item.due and not item.request.searches and not _may_search_again(item):
             return 0.0
         if measured.search_s.value is None:
@@ -181,8 +178,8 @@ class SpeculateGeneration(_WithoutTokens):
                     wavefront.speculate(item)
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Return the rest of the search (at most the generation) times the odds, less the cost of a wrong one: its
-        prefill, and what its decoding adds to others' tokens. 0 if the budget requires better odds."""
+        """Return the rest of the search (at most the generation) times the odds, less what a wrong one costs others:
+        prefill, and slower decoding. 0 if the budget requires better odds."""
         if not self.odds or item.after is None:
             return math.inf
         odds, part = measured.odds(item.after), item.after.part
@@ -250,7 +247,6 @@ def _let_go(item: WorkItem, measured: Measurements) -> None:
 
 
 def _admit(item: WorkItem, measured: Measurements) -> bool:
-    """Reserve room, so that the cycle's next speculation counts it."""
     item.admission = admission = measured.load.admit()
     if admission is not None:
         item.at_end.append(admission.end)
@@ -266,9 +262,9 @@ def _distance(item: WorkItem, measured: Measurements) -> float:
 class SpeculateRetrieval:
     """Speculative searches, within the budget of searches (`Spending`).
 
-    A query that does not depend on what still runs is known, and searched for at once. The query after a generation is
-    predicted from its text so far. If the final query differs, the search is cancelled, and in a shared index its
-    results order the due search's clusters.
+    A query independent of what still runs is known, and searched for at once. The query after a generation is predicted
+    from its text so far. If the final query differs, the search is cancelled; in a shared index its results order the
+    due search's clusters.
 
     - `known`: False to predict only
     - `bound`: most searches (paper: 32)
@@ -298,7 +294,7 @@ class SpeculateRetrieval:
         self.known = known
 
     def reads_tokens(self, graph: CompiledGraph, node: NodeId, measured: Measurements, /) -> bool:
-        """Return whether a search can come next, with nothing but pure steps before it."""
+        """Return whether a search can come next, after nothing but pure steps."""
         waiting, seen = list(graph.next_nodes(node)), {node}
         while waiting and measured.cuts:
             following = graph.nodes[waiting.pop()]
@@ -336,7 +332,7 @@ class SpeculateRetrieval:
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
         """Return, by the odds, what a final query saves (search and embedding, at most the rest of the generation) or
-        else ordered clusters. Add the gain of a generation on the results."""
+        else ordered clusters, plus the gain of a generation on the results."""
         search_s, embed_s = measured.search_s.value, measured.embed_s.value or 0.0
         if item.after is None or search_s is None:
             return math.inf
@@ -389,7 +385,7 @@ def _begin_search(item: WorkItem, wavefront: Wavefront, measured: Measurements) 
 
 
 def all_transformations(warm_up: WarmUp[NodeQuestion] | None = None) -> tuple[Transformation, ...]:
-    """Return all, first those that add work items, which the others see."""
+    """Return all, first those that add work items."""
     warming = () if warm_up is None else (WarmSystemPrompt(warm_up),)
     generations = SpeculateGeneration()
     return (

@@ -56,7 +56,7 @@ class WorkItem:
 
     - `split`, `reorder`, `ordered`: set by transformations; `others`: on the engine when a generation became due
     - `released`: a speculation that has left the engine; `held`, `sent`: its tokens in the budget, and computed
-    - of a search: the latest `stage`, the ids `speculated` on, `dependents` on the engine, whether its query is `known`
+    - of a search: the ids `speculated` on, `dependents` on the engine, whether its query is `known`
     - of a generation: `checks` for predictions, and the `drift` between the last two predicted queries
     """
 

@@ -1,4 +1,4 @@
-"""The command `ragorder doctor`: checks of a server, its prompts, a log, and a machine."""
+"""The command `ragorder doctor`."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def _check_together(
 
 
 def _under(context: click.Context, heading: str) -> dict[str, Any]:
-    """Return the values of the options under a heading, without the switch that needs them."""
+    """Return the options under a heading, without the switch that they need."""
     names = [each.name for each in context.command.params if getattr(each, "heading", None) == heading]
     return {name: context.params[name] for name in names if name is not None and name != heading.lower()}
 

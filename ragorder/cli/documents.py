@@ -1,4 +1,4 @@
-"""Documents in the requests of a proxy: how they are found and rendered."""
+"""Options for the documents in a proxy's requests."""
 
 from __future__ import annotations
 
@@ -66,21 +66,21 @@ def prompt_options() -> Decorator:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """How the proxy finds documents in requests, and how it renders them."""
+    """How the proxy finds documents in requests and renders them."""
 
     templates: Sequence[DocumentTemplate] = ()
     recognises: bool = True
-    """Whether prompts of known applications are recognised, to say what ordering them would save."""
+    """Whether to recognise prompts of known applications, and say what ordering them would save."""
     number_by_place: bool = False
     repeated: RepeatedDocuments | None = None
     forms: Mapping[str, str | None] = field(default_factory=dict)
 
     def builder(self, tokenizer: Any) -> PromptBuilder:
-        """Return the builder of prompts whose system message comes with the request."""
+        """Return the builder for requests with a system message."""
         return self._builder(tokenizer, system="")
 
     def own_builder(self, tokenizer: Any) -> PromptBuilder:
-        """Return the builder of whole prompts, for questions alone."""
+        """Return the builder of whole prompts, for bare questions."""
         return self._builder(tokenizer)
 
     def _builder(self, tokenizer: Any, **system: Any) -> PromptBuilder:

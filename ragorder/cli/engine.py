@@ -1,4 +1,4 @@
-"""The command `ragorder engine`: a model in this process, and the proxy that orders documents for it."""
+"""The command `ragorder engine`."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def engine(
 def _running(
     options: Mapping[str, Any], settings: Settings, asked: Mapping[str, Any], documents: Documents, server: ProxyServer
 ) -> Iterator[tuple[Backend, _Questions | None]]:
-    """`asked`: options of a corpus, whose questions are answered too."""
+    """`asked`: options of the corpus for questions."""
     try:
         # The compiler imports triton (70 MiB), which only a GPU needs.
         with spared(*_UNUSED, *(() if has_gpu() else ("triton",))):
@@ -264,8 +264,6 @@ def _open_library(asked: Mapping[str, Any]) -> Library:
 
 
 class _Questions:
-    """The server of questions beside the engine's application."""
-
     def __init__(
         self,
         worker: EngineWorker,
@@ -371,9 +369,9 @@ def _load(
 
 
 def take_model(options: dict[str, Any]) -> str:
-    """Remove the model from an engine's options, and return its folder or name.
+    """Remove the model from the options, and return its folder or name.
 
-    `random` and `smollm2` are made, with the dtype that is fast here.
+    `random` and `smollm2` are made, in the dtype that is fast here unless the options have one.
     """
     from ragorder.kernels.models.loading import may_be_on_hub
 

@@ -1,4 +1,4 @@
-"""The command `ragorder fuse`: documents' KV computed before they are requested (FusionRAG, section 3.1)."""
+"""The command `ragorder fuse` (FusionRAG, section 3.1)."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ _COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """click's group, which imports a command when it runs, and shows an OSError as one line."""
+    """click's group, which imports a command only when it runs, and shows an OSError as one line."""
 
     def __init__(self, *args: Any, lazy: Mapping[str, LazyCommand], **attributes: Any) -> None:
         super().__init__(*args, **attributes)
@@ -97,7 +97,7 @@ class LazyGroup(click.Group):
 
 
 def _drop_unwritten_output() -> None:
-    """Keep Python from flushing standard output at exit, which would fail again, with a traceback."""
+    """Keep Python from flushing standard output at exit, which would fail with a traceback."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -112,10 +112,7 @@ def main() -> None:
 
 
 def end_on_signals() -> None:
-    """Unwind the stack on SIGTERM as on Ctrl-C, and treat the SIGHUP of a closed terminal as SIGTERM.
-
-    Signals that have a handler or are ignored (nohup) stay as they are.
-    """
+    """Unwind the stack on SIGTERM and SIGHUP (a closed terminal) as on Ctrl-C, unless handled or ignored (nohup)."""
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

@@ -33,9 +33,9 @@ _LEAST_QUOTED = 4
 class Option(click.Option):
     """click's option with a heading for the help.
 
-    - `unset`: what the help shows as the default of an option that has none
-    - `field`: the model's field that the option sets
-    - `variable`: the field's environment variable, which the model reads, not click
+    - `unset`: what the help shows as the default if there is none
+    - `field`: the model's field that it sets
+    - `variable`: the field's environment variable, read by the model, not click
     - `is_own_variable`: whether the variable that click reads is for this command only
     """
 
@@ -59,9 +59,8 @@ class Option(click.Option):
 
 
 class Command(click.Command):
-    """click's command, with options under headings and examples in its help.
-
-    Its errors quote no secret, and no value that comes from a file or the environment.
+    """click's command, with headings and examples in its help. Errors quote no secret, nor values of a file or the
+    environment.
     """
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **attributes: Any) -> None:
@@ -128,7 +127,7 @@ def _hidden(context: click.Context) -> Iterator[tuple[str, str]]:
 
 
 class CommandGroup(click.Group):
-    """click's group. Its help does not cut the descriptions in the list of commands."""
+    """click's group, whose help shows the commands' descriptions uncut."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
@@ -141,7 +140,7 @@ def option(*declarations: str, **attributes: Any) -> Decorator:
 
 
 def api_key(*others: str, first: Sequence[str] = ()) -> Decorator:
-    """Return the option --api-key, also read from the variables `first`, then RAGORDER_API_KEY, then `others`."""
+    """Return the option --api-key, else read from the variables `first`, RAGORDER_API_KEY, then `others`."""
     return option(
         "--api-key",
         metavar="KEY",
@@ -200,11 +199,9 @@ def _params(command: Callable[..., Any]) -> list[Any]:
 def options_from(model: type[Any], /, *names: str, **changes: Mapping[str, Any]) -> Decorator:
     """Return a decorator that adds an option for each named field of a pydantic model or dataclass.
 
-    The option has the field's type, bounds, choices (a Literal, or "enum" in its `json_schema_extra`), help and
-    environment variable. Without it the value is None, so that the model applies its default, which the help shows; for
-    None it shows the text "unset" of `json_schema_extra`.
-
-    A sequence becomes a repeatable option, and NAME_s a duration --NAME. A switch has its opposite (--no-NAME), unless
+    It has the field's type, bounds, choices (a Literal, or "enum" in its `json_schema_extra`), help and environment
+    variable. Without it the value is None, so the model applies its default, which the help shows ("unset" of
+    `json_schema_extra` for None). NAME_s becomes a duration --NAME. A switch has its opposite (--no-NAME), unless
     `is_flag` is set. `changes` maps fields to attributes of click's option; `flag` is another name for it.
     """
     return together(*(_option_of(model, name, **changes.get(name, {})) for name in names))
@@ -297,7 +294,7 @@ def spelling(name: str) -> str:
 
 
 def is_given(context: click.Context, name: str) -> bool:
-    """Return whether an option was given for this command: in its command line, its file or its own variable."""
+    """Return whether an option was given in the command line, the command's file or its own variable."""
     source = context.get_parameter_source(name)
     if source is ParameterSource.ENVIRONMENT:
         params = [each for each in context.command.params if each.name == name]

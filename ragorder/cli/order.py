@@ -1,4 +1,4 @@
-"""The command `ragorder order`: documents of requests in a file."""
+"""The command `ragorder order`."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def _order_first(orderer: Orderer, backlog: deque[RequestToOrder]) -> tuple[Requ
 def _in_batches(
     orderer: Orderer, requests: Iterator[RequestToOrder], max_wait: int | None
 ) -> Iterator[tuple[RequestToOrder, Ordering[RequestDocument]]]:
-    """Plan a batch for each scope: documents of different tenants are never planned together."""
+    """Plan a batch for each scope: tenants are never planned together."""
     by_scope: dict[Hashable, list[RequestToOrder]] = {}
     for request in requests:
         by_scope.setdefault(request.scope, []).append(request)
@@ -198,7 +198,7 @@ def _in_batches(
 
 @dataclass(frozen=True, slots=True)
 class PromptFiles:
-    """Prompts in both orders, in lines that `vllm bench serve --dataset-name custom` and guidellm read."""
+    """Prompts in both orders, for `vllm bench serve --dataset-name custom` and guidellm."""
 
     retrieval: IO[str]
     in_order: IO[str]

@@ -1,4 +1,4 @@
-"""Options and running of the proxy, as `serve`, `engine` and `route` share them."""
+"""The proxy of `serve`, `engine` and `route`."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ class Backend:
     """The server or engine that the proxy forwards to.
 
     `options`: those of `make_app` that lead to it. `source`: the origin of its sizes. `wrap` adds what the application
-    needs to run with it.
+    needs for it.
     """
 
     settings: Settings
@@ -236,10 +236,7 @@ def announce_cache(server: Backend, asked: Settings, *, cloud: str = "") -> None
 
 
 class ProxyServer:
-    """The proxy's sockets, access control, certificate and processes.
-
-    `options` are a command's values, from which the server's are removed.
-    """
+    """The proxy's sockets, access control, certificate and processes. It removes its values from `options`."""
 
     def __init__(self, context: click.Context, options: dict[str, Any]) -> None:
         named = {name: options.pop(name) for name in ServerSettings.model_fields if name in options}
@@ -294,7 +291,7 @@ class ProxyServer:
         routes: Sequence[BaseRoute] = (),
         **options: Any,
     ) -> ASGIApp:
-        """`learns` a template from prompts in which no documents are found; `routes` replace the proxy's own."""
+        """`learns` a template from prompts without documents; `routes` replace the proxy's own."""
         from ragorder.adapters.http_client import AddressError
         from ragorder.adapters.http_server.server import AccessLog
         from ragorder.adapters.learning.shadow import ShadowLearner

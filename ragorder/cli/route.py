@@ -1,4 +1,4 @@
-"""The command `ragorder route`: topics of documents, for a router of replicas."""
+"""The command `ragorder route`."""
 
 from __future__ import annotations
 

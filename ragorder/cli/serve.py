@@ -1,4 +1,4 @@
-"""The command `ragorder serve`: a proxy that orders documents for one or several servers."""
+"""The command `ragorder serve`."""
 
 from __future__ import annotations
 
@@ -390,7 +390,7 @@ def _servers_of(
     measures: bool,
     is_known: bool,
 ) -> list[Backend]:
-    """Return the servers, each with `settings` completed from its metrics, or unchanged if `is_known` (a cloud)."""
+    """Return the servers with `settings` completed from their metrics, or unchanged if `is_known` (a cloud)."""
     from ragorder.adapters.http_client import AddressError
 
     def server_of(upstream: str) -> Backend:
@@ -416,7 +416,7 @@ def _fleet_of(
     observed: Callable[[Settings], OrdererLike],
     registry: CollectorRegistry,
 ) -> tuple[OrdererLike, Backend]:
-    """Return the first replica's orderer, and a backend of all replicas, each with the settings of its own server."""
+    """Return the first replica's orderer, and a backend of all replicas."""
     from ragorder.adapters.proxy import Fleet, ReplicaAddress
 
     addresses = [
@@ -436,7 +436,7 @@ def _fleet_of(
 def _settings_of_server(
     settings: Settings, upstream: str, api_key: str | None, ranks: int | None
 ) -> tuple[Settings, str]:
-    """Return the settings, completed from the server's metrics, and the origin of the sizes. Raises AddressError."""
+    """Complete the settings from the server's metrics; return the origin of the sizes, too. Raises AddressError."""
     from ragorder.adapters.http_client import AddressError, ServerError
     from ragorder.adapters.vllm.cache_config import read_cache_config
 
@@ -469,9 +469,7 @@ def _settings_of_server(
 
 
 def _profile_server(upstream: str, api_key: str | None) -> Path | None:
-    """Return the file of the server's profile, or None if it has no load times or the server awaits none. Raises
-    AddressError.
-    """
+    """Return the profile's file; None without load times, or if the server awaits none. Raises AddressError."""
     from ragorder.adapters.http_client import AddressError, ServerError
     from ragorder.adapters.vllm.server_profile import profile_server
     from ragorder.kernels.profile_cache import ProfileCache

@@ -1,4 +1,4 @@
-"""The command `ragorder stats`: figures of servers, disk tiers and builds."""
+"""The command `ragorder stats`."""
 
 from __future__ import annotations
 
@@ -93,8 +93,6 @@ def stats(
 
 @dataclass(frozen=True, slots=True)
 class _ServerFigures:
-    """What ordering saved at a server, what its tiers hold, or both."""
-
     ordering: Stats | None
     tiers: TierStats | None
     prefill_rate: float | None
@@ -346,7 +344,7 @@ def _age(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _BuildFigures:
-    """A build's documents, and their KV on the disk. `other_chunks` are of the system prompt or a server."""
+    """`other_chunks` are of the system prompt or a server."""
 
     model: str
     documents: int

@@ -1,4 +1,4 @@
-"""The command `ragorder template`: how an application joins documents into its prompts."""
+"""The command `ragorder template`."""
 
 from __future__ import annotations
 
@@ -134,7 +134,6 @@ def _show(found: Suggestion) -> None:
 
 
 def _marked(run: DocumentRun) -> Text:
-    """Return a prompt with the beginning and the end of each document, and the text between documents."""
     text = Text(run.head if len(run.head) <= _SHOWN else f"… {run.head[-_SHOWN:]}")
     for place, document in enumerate(run.documents):
         whole = len(document) <= 2 * _SHOWN

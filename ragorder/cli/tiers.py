@@ -1,4 +1,4 @@
-"""The command `ragorder tiers`: documents' KV in host memory and on disk, in vLLM."""
+"""The command `ragorder tiers`."""
 
 from __future__ import annotations
 

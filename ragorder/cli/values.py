@@ -23,7 +23,7 @@ else:
     _Choice = click.Choice
 
     class ParamType(click.ParamType):
-        """click's base class, subscripted for type checkers only: at run time it is generic from click 8.4 on."""
+        """click's base class, which is generic at run time only from click 8.4 on."""
 
         def __class_getitem__(cls, value: Any) -> type:
             return cls
@@ -132,7 +132,7 @@ class ProfileSource(ParamType[Any]):
 
 
 class Model(ParamType[Any]):
-    """A model's folder or name on the Hub; smollm2 is converted from its package."""
+    """A model's folder or Hub name; smollm2 is converted from its package."""
 
     name = "FOLDER|smollm2"
 
@@ -175,7 +175,7 @@ class Rate(click.FloatRange):
 
 
 class Text(ParamType[str]):
-    """A text in which \\n, \\t and \\\\ are escapes, or @ and the name of a file with the text."""
+    """A text with the escapes \\n, \\t and \\\\, or @ and the name of a file with the text."""
 
     name = "TEXT|@FILE"
 
@@ -191,7 +191,7 @@ class Text(ParamType[str]):
 
 
 class StreamFile(click.File):
-    """click's file, which refuses a standard stream that was closed before the program started."""
+    """click's file, which refuses a closed standard stream."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> IO[Any]:
         name, stream = ("input", sys.stdin) if "r" in self.mode else ("output", sys.stdout)

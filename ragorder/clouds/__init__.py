@@ -1,8 +1,4 @@
-"""Prompt caches of clouds, which resume at cache breakpoints: `Orderer.for_cloud` (docs/clouds.md).
-
-`cache_rules` returns the rules of a provider's model, from `providers.toml`, with date and sources.
-`anthropic_content`, `openai_content` and `bedrock_content` make content parts with breakpoints from texts.
-"""
+"""Prompt caches of clouds, which resume at cache breakpoints: `Orderer.for_cloud` (docs/clouds.md)."""
 
 from ragorder.clouds.parts import PromptParts, anthropic_content, bedrock_content, openai_content
 from ragorder.clouds.prices import Cost, Prices

@@ -15,7 +15,7 @@ _COUNTS = 5
 _RATED_PLACES = 11
 CELLS = _COUNTS * _RATED_PLACES
 TURN_END = CELLS
-"""The cell of the ends of turns, where the next turns resume."""
+"""Cell of the ends of turns, where the next turns resume."""
 
 # Reads expected before anything is learned: for prefixes requested 0, 1, 2 or 3, 4 to 7, or more times within one TTL
 # (each further document is in fewer requests), and for the end of a turn.
@@ -108,7 +108,7 @@ _SAMPLES = 256
 
 
 class _Sample(NamedTuple):
-    """The documents of a request from the first on; `cells` are of those after its cached ones."""
+    """`cells` are of the documents after the cached ones."""
 
     started: float
     keys: tuple[Key, ...]
@@ -166,11 +166,6 @@ _TURN_NODES = 64
 
 
 class _Path(NamedTuple):
-    """A request's places: tokens up to each, past requests that contained it, and expected reads.
-
-    `held` is the place where the request resumes (-1: nowhere), `live` are other entries.
-    """
-
     ends: Sequence[int]
     counts: Sequence[int]
     reads: Mapping[int, float]
@@ -181,7 +176,7 @@ class _Path(NamedTuple):
 class MarkChoice:
     """Chooses breakpoints for one scope by their expected reads.
 
-    Expected reads: requests within the last TTL with these documents, times the rate at which such counts came true. A
+    These are the requests within the last TTL with these documents, times the rate at which such counts came true. A
     breakpoint costs the surcharge for writing, and saves the discount of each request that resumes there.
     """
 
@@ -230,10 +225,7 @@ class MarkChoice:
         prompt_tokens: int,
         now: float,
     ) -> tuple[int, ...]:
-        """Return the breakpoints of a turn of a conversation.
-
-        `keys` are `history` nodes, documents up to number `documents`, and the question, where the next turn resumes.
-        """
+        """Return a turn's breakpoints. `keys`: `history` nodes, documents up to number `documents`, the question."""
         own = keys[:documents] if not history else ()
         counts = self._counts(own, now)
         reads = dict(enumerate(self._expected(counts, held, now))) if not history else {}
@@ -275,10 +267,7 @@ class MarkChoice:
     def _crowded(
         self, path: _Path, gains: Mapping[int, float], new: tuple[int, ...], slots: int, lookback_parts: int
     ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Choose breakpoints when one for the place to resume leaves too little room.
-
-        Returns the new ones, that one if it is set again, and the tokens after which the request writes.
-        """
+        """Return new breakpoints, `held` if it is set again, and the tokens after which the request writes."""
         ends, held = path.ends, path.held
         near = best_marks(ends, gains, ends[held], slots)
         gained = _gain(ends, gains, ends[held], new)
@@ -294,7 +283,7 @@ class MarkChoice:
         return new, (held,), ends[held]
 
     def _with_inner(self, path: _Path, marks: list[int]) -> tuple[int, ...]:
-        """Add free breakpoints inside the cached prefix: places where requests diverge first, then live entries."""
+        """Add free breakpoints inside the cached prefix: where requests diverge, then live entries."""
         rules, ends, counts, held = self.rules, path.ends, path.counts, path.held
         inner = [place for place in range(max(held, 0)) if ends[place] >= rules.minimum_tokens]
         parting = [place for place in inner if counts[place] > counts[place + 1]][:_PLACES]
@@ -306,7 +295,7 @@ class MarkChoice:
         return tuple(sorted(marks))
 
     def _counts(self, keys: Sequence[Key], now: float) -> list[int]:
-        """Return the requests within the last TTL that contain no document, the first, the first two, …"""
+        """Return how many requests within the last TTL contain the first 0, 1, 2, … documents."""
         times, oldest = self._times, now - self._rates.window_s
         while times and times[0] <= oldest:
             times.popleft()

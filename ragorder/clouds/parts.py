@@ -1,6 +1,6 @@
 """Content parts with cache breakpoints for the APIs of clouds.
 
-A mark is the number of texts before a breakpoint. Empty texts are omitted, because these APIs refuse them.
+A mark is the number of texts before a breakpoint. Empty texts are omitted: the APIs refuse them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def prompt_cache_breakpoint() -> Part:
 
 
 def cache_options(ttl: str | None = None) -> Part:
-    """Return the field of a body of OpenAI's APIs by which only the breakpoints of its parts count."""
+    """Return the field of an OpenAI body by which only the breakpoints of its parts count."""
     options = {"mode": "explicit"} if ttl is None else {"mode": "explicit", "ttl": ttl}
     return {"prompt_cache_options": options}
 
@@ -59,10 +59,7 @@ def bedrock_content(texts: Sequence[str], marks: Sequence[int] = (), ttl: str | 
 
 
 def _marked(texts: Sequence[str], marks: Sequence[int]) -> Iterator[tuple[str, bool]]:
-    """Yield the texts that are more than white space, and whether a breakpoint follows each.
-
-    A breakpoint after an empty text follows the last text before it.
-    """
+    """Yield each text, and whether a breakpoint follows it. Blank texts join the one before, with breakpoints."""
     after = set(marks)
     pending: tuple[str, bool] | None = None
     for number, text in enumerate(texts, 1):
@@ -82,7 +79,7 @@ class PromptParts:
 
         PromptParts("Answer briefly.", ["[a]\\n…", "[b]\\n…"], "Question: …", marks=[0, 2]).anthropic()
 
-    A mark is the number of documents before a breakpoint; 0: directly after the system prompt.
+    In `marks`, 0 is directly after the system prompt.
     """
 
     system: str
@@ -94,7 +91,7 @@ class PromptParts:
     escape: Callable[[str], str] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the escaped texts: the function that escapes them cannot be pickled."""
+        """Pickle the escaped texts: `escape` cannot be pickled."""
         *documents, question = self.texts()
         return PromptParts, (self.system, documents, question, tuple(self.marks), self.ttl, self.explicit)
 
@@ -124,7 +121,7 @@ class PromptParts:
         return [mark for mark in self.marks if mark]
 
     def texts(self) -> list[str]:
-        """Return documents and question, so that no two of them form a special token where they meet."""
+        """Return documents and question such that no two form a special token where they meet."""
         texts: list[str] = []
         before = ""
         for text in (*self.documents, self.question):
@@ -140,7 +137,7 @@ _LONGEST = 128
 
 
 def _apart(before: str, text: str, escape: Callable[[str], str]) -> str:
-    """Return the text, after a space if its beginning and the end of `before` form a special token."""
+    """Return the text, after a filler if it would form a special token with the end of `before`."""
     head = text[:_LONGEST]
     for filler in ("", " ", "\n"):
         seam = before + filler + head

@@ -29,7 +29,7 @@ class Prices:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str] | None = None) -> Self:
-        """Read a TOML file (default: the one that RAGORDER_PRICES names, or the package's own)."""
+        """Read a TOML file (default: RAGORDER_PRICES, or the package's own)."""
         from ragorder.common.jsonl import decode_toml
 
         where = Path(path or os.environ.get(PRICES_VARIABLE) or _OWN)
@@ -58,7 +58,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of a prompt without its answer.
+    """Cost of a prompt without its answer.
 
     `input_tokens` at the plain price cost the same. `price` is for a million of them, or None if no table has it.
     `reported`: counts are the provider's, else predicted.
@@ -84,5 +84,5 @@ class Cost:
 
     @property
     def saved_money(self) -> float | None:
-        """Money saved by the cache; negative if writing cost more than reading saved."""
+        """Negative if writing cost more than reading saved."""
         return None if self.price is None else (self.prompt_tokens - self.input_tokens) * self.price / 1e6

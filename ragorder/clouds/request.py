@@ -29,10 +29,7 @@ class CloudModel:
 
 @dataclass(slots=True, eq=False, repr=False)
 class CloudRequest:
-    """The cloud's part of an `Ordering`; `_turn` is given for a turn of a conversation.
-
-    `_publish` and `_keep_marks` change the mirror of the cache, and never wait.
-    """
+    """The cloud's part of an `Ordering`. `_publish` and `_keep_marks` change the cache's mirror, and never wait."""
 
     model: CloudModel
     _plan: MarkPlan
@@ -96,7 +93,7 @@ _KNOWN = (
 
 
 class CloudUsage(NamedTuple):
-    """Tokens of a prompt: read from the cache, written into it, and all. A missing count is None."""
+    """Tokens of a prompt: read, written, and all. A missing count is None."""
 
     cached_tokens: int | None = None
     written_tokens: int | None = None
@@ -104,7 +101,7 @@ class CloudUsage(NamedTuple):
 
 
 def read_cloud_usage(usage: Any, rules: CacheRules | None = None) -> CloudUsage:
-    """Return the counts in an answer's `usage`, by the field names of `rules` or of the known APIs."""
+    """Return the counts in an answer's `usage`, by the names of `rules` or the known APIs."""
     known = (rules.usage,) if rules is not None and rules.usage is not None else _KNOWN
     for fields in known:
         if _find(usage, fields.read) is None and _find(usage, fields.written) is None:

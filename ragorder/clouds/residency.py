@@ -18,7 +18,7 @@ from ragorder.trie.tree import Node, RequestedDocuments, TokenIds
 
 
 class CacheReport(NamedTuple):
-    """A provider's report of a request; None: not reported."""
+    """A provider's report; None: not reported."""
 
     cached_tokens: float | None = None
     written_tokens: float | None = None
@@ -36,8 +36,8 @@ class MarkPlan:
     """The breakpoints of a request in flight.
 
     `breakpoints`: nodes of its path, or documents of a plain request, before each. The request resumes at the last of
-    `live` nodes with a breakpoint there or less than `lookback_parts` after it. `depths`: entries that it makes or
-    renews. `states`: places, in tokens, of a hybrid model's state.
+    `live` with a breakpoint there or less than `lookback_parts` after it. `depths`: entries made or renewed. `states`:
+    places, in tokens, of a hybrid model's state.
     """
 
     breakpoints: Sequence[int]
@@ -89,6 +89,7 @@ class MarkPlan:
         return RequestTokens(self.prompt_tokens, self.cached_tokens, self.written_tokens)
 
 
+# Lengths may be estimates.
 _ESTIMATES_EXCEED = 4 / 3
 # Providers add tokens around each part of a prompt.
 _TOLERANCE_TOKENS = 64
@@ -97,7 +98,7 @@ _LIKE = 0.3
 
 
 class MarksResidency(LRUResidency):
-    """The nodes of one scope's tree that lead to an entry of the provider's cache.
+    """Nodes of one scope's tree that lead to an entry of the cache.
 
     Entries can be read from their request's first token (`publish`) on. Nodes leave the tree with the last entry below
     them. Backward steps of the clock count as no time.
@@ -299,15 +300,12 @@ class MarkedFeedback(FeedbackResidency):
         self.mirror.find(lease, cached_tokens, estimated=self.lengths.estimated)
 
 
-# Lengths may be estimates.
-
-
 class JunctionsResidency(MarksResidency):
-    """The nodes of prompts that a hybrid model has computed, and the places where it kept its state.
+    """Nodes of prompts that a hybrid model has computed, and places where it kept its state.
 
     Such an engine (vLLM's "align") keeps the KV of whole prompts, but the state only at the last multiple of
-    `interval_tokens` in a prompt, and at the last one in a prefix shared with earlier prompts. So the third request is
-    the first to find a shared prefix.
+    `interval_tokens` in a prompt, and in its prefix shared with earlier prompts. So the third request is the first to
+    find a shared prefix.
     """
 
     def _plan(self, path: Sequence[Node], prompt_tokens: int, turn: TurnEnd | None) -> MarkPlan:

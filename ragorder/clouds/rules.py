@@ -10,10 +10,7 @@ from typing import Literal, NamedTuple
 
 
 class UsageFields(NamedTuple):
-    """Names of reported token counts, with dots between members.
-
-    The `prompt` tokens include those read and written, or exclude them (`additive`).
-    """
+    """Names of reported counts, with dots between members. If `additive`, `prompt` excludes `read` and `written`."""
 
     read: str
     written: str
@@ -87,7 +84,7 @@ _VARIANT = r"(?:-[a-z]+)*"
 def generation(model: str, known: Iterable[str], *, variants: bool = False) -> str | None:
     """Return the longest known name that the model's name begins with, or None.
 
-    Only a date or a version may follow, or with `variants` also a word. Prefixes of gateways and regions are ignored.
+    Only a date or version may follow, with `variants` also words. Prefixes of gateways and regions are ignored.
     """
     name = model.lower().rpartition("/")[2]
     name = re.sub(r"^(?:[a-z-]+\.)+(?=[a-z])", "", name)

@@ -1,4 +1,4 @@
-"""Rules by provider, model and TTL, from `providers.toml`."""
+"""Rules by provider, model and TTL, from `providers.toml` (with sources)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Provider = Literal["anthropic", "bedrock", "deepseek", "openai"]
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """A provider's models, with the fields of `CacheRules` in which they differ from `rules`."""
+    """`models`: fields of `CacheRules` in which they differ from `rules`."""
 
     name: str
     date: str

@@ -11,7 +11,7 @@ from ragorder.trie.tree import Key, KnowledgeTree, Node, children_among
 
 
 class MarkedTree(KnowledgeTree):
-    """A tree that knows at which nodes a request can resume.
+    """Tree that knows where a request can resume.
 
     `marks`: expiry of the entry that ends with each node, soonest first. `pending`: requests in flight that will write
     an entry there. `states`: the last place within a node, in tokens of the prompt, with a hybrid model's state.
@@ -67,8 +67,7 @@ class MarkedTree(KnowledgeTree):
 class MarkedPathSearch(PrefixSearch):
     """Depth-first search of a `MarkedTree`, over at most `budget` nodes.
 
-    The path with most resumable tokens wins. Ties go to a deeper node that requests in flight will write, then to the
-    most recently used.
+    Most resumable tokens win, then a deeper node that requests in flight will write, then the last used.
     """
 
     def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:

@@ -1,4 +1,4 @@
-"""The documents of a corpus folder, as JSON lines, plain or gzipped (docs/corpora.md)."""
+"""Documents of a corpus folder, as JSON lines (docs/corpora.md)."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Located(Generic[L]):
 
 
 def read_passages(folder: Path) -> Sequence[Passage]:
-    """Return the parts in `chunks.jsonl`, or the whole documents without this file. Raises CorpusError."""
+    """Return the parts in `chunks.jsonl`, or whole documents without this file. Raises CorpusError."""
     if not folder.is_dir():
         raise CorpusError(f"{folder}: not a folder: pass the folder that holds documents.jsonl and questions.jsonl")
     sources = by_id(only_file(folder, "documents"), DocumentLine)

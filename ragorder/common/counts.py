@@ -28,11 +28,11 @@ _SPELLED = {unit.lower(): size for unit, size in BYTE_UNITS.items()}
 
 
 class Estimate(int):
-    """An estimated length in tokens, which may differ from the engine's."""
+    """A length in tokens that may differ from the engine's."""
 
 
 class KnownTokens(int):
-    """A length in tokens with the tokens themselves, and the `salt` of a prompt that begins with them."""
+    """A length in tokens with the tokens, and the `salt` of a prompt that begins with them."""
 
     ids: Sequence[int]
     salt: str | None
@@ -53,7 +53,7 @@ def estimate_tokens(text: str) -> Estimate:
 
 
 def reported_count(value: Any) -> int | None:
-    """Return a token count that an engine reported, or None if it is no whole number from 0 to 2**32.
+    """Return an engine's token count, or None unless it is a whole number from 0 to 2**32 - 1.
 
     The first invalid count of a process is logged. Never raises.
     """
@@ -73,9 +73,7 @@ def reported_count(value: Any) -> int | None:
 
 
 def parse_count(text: str) -> int:
-    """Return a number of tokens from "100000", "100_000", "25.6k" or "16K", with vLLM's units (k, m, g; K, M, G
-    binary).
-    """
+    """Return tokens from "100_000", "25.6k" or "16K", with vLLM's units (k, m, g; K, M, G binary)."""
     found = re.fullmatch(_NUMBER + " ?([kmgKMG]?)", text.strip())
     if found is None or (found[2] and found[3] not in ("k", "m", "g")):
         raise ValueError(f"{text!r} is not a number of tokens: write 100000, 25.6k or 16K (k is 1,000, K 1,024)")
@@ -88,7 +86,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_size(text: str, unit: int = 1) -> int:
-    """Return a number of bytes from "8GiB", "500MB", or a number of `unit` bytes."""
+    """Return bytes from "8GiB", "500MB", or a number of `unit` bytes."""
     found = re.fullmatch(_NUMBER + " ?([A-Za-z]*)", text.strip())
     size = _SPELLED.get(found[3].lower()) if found else None
     if found is None or size is None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 def install_hint(extra: str) -> str:
-    """Return how to install an extra, or several separated by commas. ragorder is not on a package index."""
+    """Return how to install an extra, or several separated by commas."""
     return f"in a clone of ragorder, pip install '.[{extra}]'"
 
 
@@ -24,7 +24,7 @@ def needs(extra: str, user: str) -> Iterator[None]:
 
 @contextmanager
 def spared(*packages: str) -> Iterator[None]:
-    """Import as if these packages were not installed: other packages then leave out what they would use them for."""
+    """Import as if these packages were not installed, so that other packages do without them."""
     absent = [name for name in packages if name not in sys.modules]
     # None is Python's entry for a module that cannot be imported.
     sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]

@@ -13,10 +13,7 @@ def cache_folder() -> Path:
 
 
 def try_lock(file: IO[bytes] | IO[str], *, unsupported: bool = False) -> bool:
-    """Lock a file until this process closes it. Return False if another process holds it.
-
-    Returns `unsupported` where there are no such locks (Windows).
-    """
+    """Lock a file until this process closes it. Return False if another holds it, `unsupported` on Windows."""
     try:
         import fcntl
     except ImportError:

@@ -185,7 +185,7 @@ def name_of(source: IO[bytes]) -> str:
 
 
 def decode(data: bytes) -> Any:
-    """Return the value of a JSON text. Raise ValueError, with a message that quotes no content."""
+    """Return a JSON text's value. Raise ValueError, whose message quotes no content."""
     try:
         return _DECODER.decode(data.decode("utf-8"))
     except UnicodeDecodeError:
@@ -201,7 +201,7 @@ def decode(data: bytes) -> Any:
 
 
 def decode_toml(data: bytes) -> dict[str, Any]:
-    """Return the fields of a TOML text. Raise ValueError as `decode` does."""
+    """Return a TOML text's fields. Raise ValueError as `decode` does."""
     try:
         return tomllib.loads(data.decode("utf-8"))
     except UnicodeDecodeError:
@@ -235,9 +235,9 @@ _DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
 
 
 def problem_of(error: ValidationError, value: Any, *, missing: str = "is missing: add it") -> str:
-    """Return the first problem of an object, without quoting its content.
+    """Return an object's first problem, without quoting its content. `missing` follows the name of a missing field.
 
-    For a union the best-fitting alternative counts. `missing` follows the name of a missing field.
+    For a union the best-fitting alternative counts.
     """
     details = [(_path(each["loc"], each["type"] == "missing", value), each) for each in error.errors(include_url=False)]
     start = details[0][0]

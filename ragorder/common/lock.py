@@ -1,7 +1,7 @@
 """Work deferred during garbage collection or while a lock is held.
 
-The collector runs finalisers at any allocation, in a thread that may hold any lock. So work of a finaliser that takes a
-lock waits for the next call of this package.
+The collector runs finalisers at any allocation, in a thread that may hold any lock, so their work that takes a lock
+waits for the next call of this package.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ def run_deferred() -> None:
 
 
 class ReentryError(RagorderError, RuntimeError):
-    """An orderer is called within its own call, by `__eq__` or `__hash__` of a key or a scope."""
+    """An orderer is called within its own call, by `__eq__` or `__hash__` of a key or scope."""
 
 
 class DeferringLock:
     """Runs one piece of work at a time.
 
-    Deferred work never waits for the lock, which its own thread may hold: it runs at once if the lock is free, else on
-    its release, before other work.
+    Deferred work never waits for the lock, which its thread may hold: it runs at once if the lock is free, else on
+    release, before other work.
     """
 
     def __init__(self, report: Callable[[Exception], None]) -> None:
@@ -142,7 +142,7 @@ class DeferringLock:
 
 class Forked(Protocol):
     def after_fork(self) -> None:
-        """Renew the state in a child process, which lacks the parent's other threads, before anything else."""
+        """Renew the state in a child process, which lacks the parent's other threads."""
 
 
 _followed: WeakSet[Forked] = WeakSet()

@@ -14,10 +14,7 @@ V = TypeVar("V")
 
 
 class LRUCache(Generic[V]):
-    """At most `entries` values with a total of `size` bytes, least recently used evicted first. Thread-safe.
-
-    Keys are not counted, so use digests.
-    """
+    """At most `entries` values of `size` bytes in total. Thread-safe. Keys are not counted, so use digests."""
 
     def __init__(self, entries: int, size: int = sys.maxsize) -> None:
         self._entries = entries
@@ -31,7 +28,7 @@ class LRUCache(Generic[V]):
         return len(self._values)
 
     def after_fork(self) -> None:
-        """Empty the cache, because another thread may have been inside `put`."""
+        """Empty the cache: another thread may have been inside `put`."""
         self._lock = Lock()
         self._values, self._used = OrderedDict(), 0
 

@@ -73,7 +73,7 @@ class LineDocument(BaseModel):
 
 
 class Lengths(NamedTuple):
-    """Lengths of a line's documents in tokens, and the numbers of estimated and of assumed ones."""
+    """Documents' lengths, and the numbers of estimated and assumed ones."""
 
     tokens: list[int]
     estimated: int
@@ -122,7 +122,7 @@ class RequestLine(BaseModel):
         return [each.name if isinstance(each, LineDocument) else each for each in self.documents]
 
     def lengths(self, document_tokens: int) -> Lengths:
-        """Return the documents' lengths; unknown ones have `document_tokens`. Estimates are `Estimate`s."""
+        """Return the lengths; unknown ones are `document_tokens`, estimates `Estimate`s."""
         if isinstance(self.tokens, list):
             return Lengths(list(self.tokens), 0, 0)
         if self.tokens is not None:
@@ -139,7 +139,7 @@ class RequestLine(BaseModel):
         return Lengths(tokens, estimated, assumed)
 
     def tokens_after_documents(self, tokens_before: int) -> int | None:
-        """Return the prompt's tokens after its documents, which end at `tokens_before`, or None if unknown."""
+        """Return the prompt's tokens after its documents, which end at `tokens_before`; None if unknown."""
         if self.prompt_tokens is None:
             return self.suffix_tokens
         if self.prompt_tokens <= tokens_before:
@@ -154,7 +154,7 @@ _FIELDS = tuple(RequestLine.model_fields)
 
 
 class UnreadFields:
-    """Unknown fields, with the number of lines that have each. The number of names is bounded."""
+    """Unknown fields with the number of their lines, for a bounded number of names."""
 
     def __init__(self) -> None:
         self.lines: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Plan of a batch, chosen by dry runs."""
+"""Plan of a batch, chosen by dry runs on copies of its scope."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_CANDIDATES = 64
 
 
 class Step(NamedTuple):
-    """A request of the batch and the permutation of its ranks (None means that of `order`)."""
+    """A request of the batch and the permutation of its ranks (None: that of `order`)."""
 
     number: int
     permutation: list[int] | None = None
@@ -28,10 +28,7 @@ _Plan = Callable[["_DryRun", _Requests], None]
 
 
 def plan_batch(scope: Scope, requests: _Requests, max_wait: int | None, suffix_tokens: int | None = None) -> list[Step]:
-    """Return the steps of the plan with most cached tokens, in serving order, at most `max_wait` places late.
-
-    Each plan is dry-run on a copy of `scope`.
-    """
+    """Return the steps of the plan with most cached tokens, in serving order, at most `max_wait` places late."""
     as_they_come = [Step(number) for number in range(len(requests))]
     if max_wait == 0 or not requests:
         return as_they_come

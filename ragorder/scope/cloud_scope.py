@@ -28,7 +28,7 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class CloudCache:
-    """The cache of a cloud's model, and the clock (in seconds) for the age of its entries."""
+    """A cloud's cache, and the clock in seconds for its entries' age."""
 
     model: CloudModel
     clock: Callable[[], float]
@@ -70,7 +70,7 @@ def cloud_settings(settings: Settings, prefix_tokens: int | None) -> Settings:
 
 
 class CloudScopes:
-    """Makes one orderer's scopes, which share learned read rates and the budget for writes."""
+    """Makes an orderer's scopes, which share learned read rates and the write budget."""
 
     def __init__(self, cache: CloudCache) -> None:
         self.cache = cache

@@ -37,8 +37,8 @@ class Investment:
     """Documents to compute exactly after the exact prefix, although all have copies.
 
     The request computes all tokens of such a document instead of the share `recompute`; later requests with this
-    prefix, as `tail` forecasts them, compute none. Forecasts are scaled by the rate at which earlier ones came true. At
-    most 1 % of the recomputed tokens is spent before it is saved.
+    prefix, forecast by `tail`, compute none. Forecasts are scaled by the rate at which earlier ones came true. At most
+    1 % of the recomputed tokens is spent before it is saved.
     """
 
     def __init__(self, settings: Settings, tail: Tail) -> None:
@@ -64,7 +64,7 @@ class Investment:
     def choose(
         self, request: RequestedDocuments, tokens: Sequence[int], prefix: Sequence[int], ranks: Sequence[int]
     ) -> list[int]:
-        """Return the documents of `ranks` to compute after `prefix`, next first. `tokens`: lengths by rank.
+        """Return which of `ranks` to compute after `prefix`, next first. `tokens`: lengths by rank.
 
         The next one saves most tokens, if they pay for the places that it moves (`min_gain`).
         """
@@ -139,10 +139,8 @@ class Investment:
 
 
 class FusedPlaces(NamedTuple):
-    """Places of documents by their reuse.
-
-    `exact`: leading documents that are cached or computed. `invested`: those computed although they have a copy.
-    `reused`: places of reused copies.
+    """Places of documents: the first `exact` are cached or computed, `invested` of them despite a copy; others may be
+    `reused` copies.
     """
 
     exact: int
@@ -157,8 +155,8 @@ class FusedPlaces(NamedTuple):
 class FusedReuse:
     """A scope's documents that have KV outside the cached prefix.
 
-    Only documents computed directly after the cached prefix extend it. So those for which an `Investment` pays come
-    first, then those without KV, then reused copies in retrieval order.
+    Only documents computed directly after the cached prefix extend it: first those for which an `Investment` pays, then
+    those without KV. Reused copies follow in retrieval order.
     """
 
     def __init__(self, settings: Settings, tree: KnowledgeTree, tail: Tail | None = None) -> None:
@@ -179,7 +177,7 @@ class FusedReuse:
     def split(
         self, request: RequestedDocuments, tokens: Sequence[int], prefix: Sequence[int], ranks: Sequence[int]
     ) -> tuple[list[int], list[int], list[int]]:
-        """Split the documents `ranks` into copied ones to compute (next first), new ones, and reused ones."""
+        """Split `ranks` into copied documents to compute (next first), new ones, and reused ones."""
         copied = [rank for rank in ranks if self.has_copy(request.keys[rank])]
         invested = self.investment.choose(request, tokens, prefix, copied)
         known = set(copied)

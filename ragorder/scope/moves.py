@@ -18,18 +18,16 @@ _MAX_REQUESTS = 4096
 
 
 class Shadow:
-    """The engine's contents if all requests had been served in the orders given to `serve`; at most the last 4,096
-    paths.
-    """
+    """The engine's contents if requests had been served in the orders given to `serve`: the last 4,096 paths."""
 
     def __init__(self, prefix_tokens: int = 0) -> None:
         self.tree = KnowledgeTree(1)
         self.tree.root = _HeldNode(None, None, prefix_tokens, 0)
         self.uses: deque[tuple[int, Node]] = deque()
-        """The stamps and ends of the paths that are kept, oldest first."""
+        """Stamps and ends of the kept paths, oldest first."""
 
     def serve(self, found: Node, keys: Sequence[Key], tokens: Sequence[int], rest: Sequence[int], stamp: int) -> None:
-        """Serve documents `keys[i]`, for i in `rest`, after the path to `found`. Stamps must increase."""
+        """Serve `keys[i]`, for i in `rest`, after the path to `found`. Stamps must increase."""
         node: Node | None = found
         while node is not None:
             node.stamp = stamp
@@ -129,7 +127,7 @@ _PRIOR_PROMPTS = 3
 
 
 class EarnedMoves:
-    """Compares two policies in shadow trees: moves on the tail's forecast, and moves into the cached prefix only.
+    """Compares, in shadow trees, moves on the tail's forecast with moves into the cached prefix only.
 
     Set dueling (Qureshi et al., ISCA 2007): the forecast pays while it finds 2 % of a prompt's tokens more for each
     prompt that only it moves, over about 200 requests.

@@ -21,7 +21,7 @@ _document_tokens = attrgetter("token_count")
 class Lengths(NamedTuple):
     """Tokens of a request besides its documents, if they differ from the settings.
 
-    `prefix`: tokens before the documents, read with a scope's first request. `suffix`: tokens of question and answer.
+    `prefix`: before the documents, read with a scope's first request. `suffix`: of question and answer.
     """
 
     prefix: int | None = None

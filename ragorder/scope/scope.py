@@ -56,12 +56,10 @@ class ScopeOwner(Protocol):
 
 
 class Scope:
-    """The engine's cache for one (model, template, tenant). The caller serialises all calls except `finish` and
-    `defer`.
+    """The engine's cache for one (model, template, tenant). Only `finish` and `defer` may be called concurrently.
 
     Documents after a history keep retrieval order, except for the best one and those that the engine holds in another
-    order. `follows_histories`: the engine can resume a prompt anywhere. `rebases`: evicted conversations may be
-    rebased.
+    order. `follows_histories`: the engine can resume anywhere. `rebases`: evicted conversations may be rebased.
     """
 
     follows_histories = True
@@ -108,7 +106,7 @@ class Scope:
 
     @property
     def whole(self) -> bool:
-        """False during a change, and after an error or an interrupt in a change."""
+        """False during a change, and after an error or interrupt in one."""
         return self.mirror.whole
 
     @whole.setter
@@ -208,7 +206,7 @@ class Scope:
         self.defer(self._end, lease, served, reported, documents_end, fused)
 
     def defer(self, work: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
-        """Change the mirror once the scope is free. Any thread may call this at any time; it never waits."""
+        """Change the mirror once the scope is free. Any thread may call this; it never waits."""
         self._owner.defer(partial(self._change, work, *arguments))
 
     def _change(self, work: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
@@ -416,7 +414,7 @@ class _DetachedOwner:
 
 
 def _prefix_of(name: Hashable, settings: Settings, contents: EngineContents | None) -> KnownTokens | None:
-    """Return the tokens before the documents, and their salt, or None if blocks cannot be identified."""
+    """Return the tokens before the documents, or None if blocks cannot be identified."""
     if contents is None:
         return None
     if contents.prefix_ids is None:

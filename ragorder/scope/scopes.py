@@ -77,7 +77,7 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
         self.pool.evicted_blocks = evicted_blocks
 
     def changed(self) -> None:
-        """Drop scopes whose documents are all evicted, because their forecasts take memory too."""
+        """Drop scopes whose documents are all evicted: their forecasts take memory."""
         if emptied := self.pool.emptied:
             self.pool.emptied = []
             for scope in [scope for scope in dict.values(self) if scope.mirror in emptied]:

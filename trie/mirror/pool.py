@@ -18,7 +18,7 @@ class TieredHolder(Holder, Protocol):
 class TieredPool(Pool):
     """A pool that keeps a node while a tier of `mirror` has it. `nodes_by_key` has the nodes of all scopes.
 
-    A dry run (`copy`) treats the tiers as one LRU tier of `held_tokens`.
+    A `copy` treats the tiers as one LRU tier of `held_tokens`.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ _NOTHING = Loads()
 class TieredResidency(LRUResidency):
     """The nodes of one scope's tree in the engine's tiers.
 
-    A node's key there is a digest of its path, so it outlives the tree, as KV does. Scopes of equal names share keys.
+    A node's key there is a hash of its path: it outlives the tree, as KV does. Scopes of equal names share keys.
     """
 
     pool: TieredPool
@@ -69,7 +69,7 @@ class TieredResidency(LRUResidency):
         self._settle(lease, path)
 
     def _keep_answer(self, lease: Lease, turn: TurnEnd, total_tokens: float | None) -> None:
-        """Ignore the answer: the tiers count only the room of tokens after the documents."""
+        """Ignore the answer: the tiers count only the room of its tokens."""
 
     def correct(self, lease: Lease, *, alone: bool = False) -> int | None:
         kept = frozenset(map(self._key, lease.path))

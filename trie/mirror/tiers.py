@@ -18,7 +18,7 @@ class Arrival(NamedTuple):
 
 
 class MirroredTier:
-    """Metadata of one of an engine's tiers; `tier` counts in tokens."""
+    """Metadata of one tier; `tier` counts in tokens."""
 
     def __init__(self, place: Place, capacity_tokens: int, tier: Tier) -> None:
         self.place = place
@@ -35,9 +35,7 @@ class MirroredTier:
     def admit(
         self, arrivals: Sequence[Arrival], protected: Container[Hashable], awaited: Container[Hashable] = ()
     ) -> list[Arrival]:
-        """Insert the arrivals that fit and return the evicted nodes, children first; `awaited` ones only if nothing
-        else helps.
-        """
+        """Insert what fits and return the evicted nodes, children first; `awaited` ones only if nothing else helps."""
         tier, held, room = self.tier, self._held, self.capacity_tokens
         admitted = []
         for arrival in arrivals:
@@ -93,7 +91,7 @@ class TierMirror:
     """Serve an orderer's requests on `tiers`, the device first, as its engine does.
 
     With `write_through` each tier takes all computed nodes, as in vLLM with ragorder's tiers; otherwise those evicted
-    above, as in the paper (RAGCache 5.1). Host memory evicts nodes of requests in flight last.
+    above (RAGCache 5.1). Host memory evicts nodes of requests in flight last.
     """
 
     def __init__(self, tiers: Sequence[MirroredTier], *, write_through: bool, profile: PrefillProfile = LINEAR) -> None:
@@ -109,7 +107,7 @@ class TierMirror:
         return any(key in tier for tier in self.tiers)
 
     def place(self, key: Hashable) -> Place:
-        """Return the fastest tier that has the node, or else the slowest tier."""
+        """Return the fastest tier that has the node, or the slowest tier if none has."""
         for tier in self.tiers:
             if key in tier:
                 return tier.place
@@ -130,9 +128,7 @@ class TierMirror:
         computed: Container[Hashable],
         expected: Mapping[Hashable, float],
     ) -> list[Hashable]:
-        """Bring a request's path to the device, and a private suffix until `settle`. Return nodes that no tier has any
-        more.
-        """
+        """Bring a request's path to the device, and a private suffix. Return nodes that no tier has any more."""
         cost = self._cost = self._profile.cost(cached_tokens, new_tokens)
         keys = [arrival.key for arrival in path]
         arrivals = [*path, Arrival(self._number(), suffix_tokens, keys[-1])] if suffix_tokens else [*path]
@@ -167,9 +163,7 @@ class TierMirror:
         kept: Container[Hashable] = (),
         only: Container[Hashable] | None = None,
     ) -> list[Hashable]:
-        """Evict nodes below `priorities` except `kept` (of `only` these keys), charge other clients, and return lost
-        nodes.
-        """
+        """Evict nodes up to `priorities` (of `only`) except `kept`, charge other clients, and return lost nodes."""
         gone: dict[Hashable, None] = {}
         for tier, priority in priorities:
             victims = [key for key in tier.victims_up_to(priority) if key not in kept and (only is None or key in only)]
@@ -178,9 +172,7 @@ class TierMirror:
         return self._lost(gone)
 
     def evict_tokens(self, tokens: int) -> list[Hashable]:
-        """Evict `tokens` tokens, slowest tier first, charge other clients, and return the nodes that no tier has any
-        more.
-        """
+        """Evict this many tokens, slowest tier first, charge other clients, and return lost nodes."""
         gone: dict[Hashable, None] = {}
         for tier in reversed(self.tiers):
             victims = tier.next_victims(tokens)

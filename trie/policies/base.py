@@ -16,8 +16,8 @@ class TierNode:
     """A tier's record of a node; only the tier writes it.
 
     `frequency` counts uses, `misses` computations. `cost` is the mean of seconds per new token (formula 4's Cost/Size),
-    `expected` the last forecast of uses. `priority` is as of the last use, number `order`. `place` is the index in a
-    heap, or -1.
+    `expected` the last forecast of uses, `priority` that of the last use, number `order`, `place` the index in a heap,
+    or -1.
     """
 
     key: Key
@@ -44,7 +44,7 @@ class ReplacementPolicy(Protocol):
 
 
 class Clocked:
-    """A clock at the highest evicted priority (formula 3), so that recent uses outrank old ones."""
+    """A clock at the highest evicted priority (formula 3): recent uses outrank old ones."""
 
     def __init__(self) -> None:
         self.clock = 0.0
@@ -66,8 +66,7 @@ _LEAST_COST = 1e-12
 class Forecast:
     """log(Uses x Cost / Size) + 0.5 x Turnovers.
 
-    Uses are the last forecast, else the frequency. Turnovers (evicted over used size) let uses decay with each
-    replacement of a tier.
+    Uses are the last forecast, else the frequency; they decay by turnovers (evicted over used size) of the tier.
     """
 
     def __init__(self) -> None:
@@ -122,7 +121,7 @@ class PGDSF(Clocked):
 
 
 class AwaitedNodes:
-    """Nodes on the paths of waiting requests, cached or not, of at most `room` in total; oldest requests first."""
+    """Nodes on waiting requests' paths, cached or not, of at most `room` in total; oldest requests first."""
 
     def __init__(self, room: int) -> None:
         self._total = self._room = room

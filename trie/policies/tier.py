@@ -39,7 +39,6 @@ class _NodeHeap:
             self._sift(last, place)
 
     def replace(self, node: TierNode, other: TierNode) -> None:
-        """`remove` and `add` in one step, cheaper for similar priorities."""
         place, node.place = node.place, -1
         self._sift((other.priority, other.order, other), place)
 
@@ -83,10 +82,7 @@ class _NodeHeap:
 
 
 class History:
-    """Frequency and cost of the `max_nodes` last used nodes outside one tier (the paper's "time window").
-
-    Takes about 0.4 KB per node.
-    """
+    """Frequency and cost of the last used nodes outside one tier (the paper's "time window"), 0.4 KB per node."""
 
     def __init__(self, max_nodes: int) -> None:
         if max_nodes < 0:
@@ -164,10 +160,9 @@ class Tier:
         computed: Container[Key] = (),
         expected: Mapping[Any, float] = NO_FORECAST,
     ) -> None:
-        """Count a request along `path`, root first; absent nodes are counted in the history.
+        """Count a request along `path`, root first; absent nodes count in the history.
 
-        It computed the nodes in `computed` at `cost` seconds per new token (formula 4). `expected`: forecast uses by
-        node.
+        It computed the nodes `computed` at `cost` seconds per new token (formula 4). `expected`: forecast uses.
         """
         if cost is not None and not 0 <= cost < math.inf:
             raise ValueError(f"cost is {cost} s a token: give a finite number, 0 or more")
@@ -183,7 +178,7 @@ class Tier:
                 history.keep(node)
 
     def insert(self, key: Key, size: int = 1, parent: Key | None = None, *, known: TierNode | None = None) -> None:
-        """Insert a node; `known` is another tier's record, used if it has counted more uses."""
+        """Insert a node, with another tier's record `known` if that has more uses."""
         if key in self._nodes:
             raise ValueError("the node is in this tier already")
         if key == parent:
@@ -227,7 +222,7 @@ class Tier:
         self._change_candidates(None, node)
 
     def evict(self, size: int, protected: Container[Key] = (), also_protected: Container[Key] = ()) -> list[Key] | None:
-        """Free `size` and return the evicted keys, children first, or None (evicting nothing) if impossible."""
+        """Free `size` and return the evicted keys, children first; if impossible evict nothing and return None."""
         evicted: list[TierNode] = []
         freed = 0
         if size > 0:

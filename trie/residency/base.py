@@ -19,9 +19,9 @@ class Lease:
     """A request in flight since `stamp`.
 
     At its start the engine held `cached_documents` and `cached_tokens` (with the system prompt) of its `path`. After
-    the documents it fills `suffix_blocks` blocks, and `partial_blocks` (0 or 1) in part. `previous_stamp`: last use of
-    the last cached node (0: in use). A lease ends with one `release` or `cancel` of its residency; a lost one counts as
-    served when its room is needed.
+    the documents it fills `suffix_blocks`, and `partial_blocks` (0 or 1) in part. `previous_stamp`: last use of the
+    last cached node (0: in use). A lease ends with one `release` or `cancel`; a lost one counts as served when its room
+    is needed.
     """
 
     path: Sequence[Node]
@@ -47,7 +47,7 @@ class Place(IntEnum):
 
 
 class Loads(NamedTuple):
-    """Blocks that the engine must load from host memory and from disk."""
+    """Blocks to load from host memory and from disk."""
 
     host: int = 0
     disk: int = 0

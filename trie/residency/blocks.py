@@ -21,23 +21,23 @@ _TOKEN_BYTES = array("q").itemsize
 
 
 class BlockWatcher(Protocol):
-    """Receives the contents of stored and removed blocks that it watches in `changed`."""
+    """Receives in `changed` the watched contents that were stored or removed."""
 
     changed: dict[Content, None]
 
 
 def chain_root(salt: str | None = None) -> Content:
-    """Return the content before a prompt's first block: the tenant's `cache_salt`, or nothing."""
+    """Return the content before a prompt's first block; `salt` is the tenant's `cache_salt`."""
     return _keyed((salt,)) if salt else b""
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Return the tokens as bytes. Raise TypeError if one is not a token id, OverflowError beyond 63 bits."""
+    """Raise TypeError unless all are token ids, OverflowError beyond 63 bits."""
     return array("q", token_ids).tobytes()
 
 
 def block_content(parent: Content, token_ids: Sequence[int]) -> Content:
-    """Return the content of the block with these tokens after `parent`; raise as `pack_tokens` does."""
+    """Return the content of a block after `parent`; raise as `pack_tokens` does."""
     return _digest(parent, pack_tokens(token_ids))
 
 
@@ -51,7 +51,7 @@ def _keyed(extra_keys: Iterable[Any] | None) -> Content:
 
 @dataclass(slots=True, eq=False)
 class PathContents:
-    """Contents of a path's last part: its `blocks`, the `last` complete block, and packed tokens after it."""
+    """A path's last part: its `blocks`, the `last` complete block, and packed tokens after it (`rest`)."""
 
     last: Content = b""
     blocks: tuple[Content, ...] = ()
@@ -82,8 +82,8 @@ class EngineBlocks:
         blocks = EngineBlocks(block_size=16)
         blocks.store(["hash"], None, range(16))
 
-    `generation` changes if blocks may have been evicted without events, `epoch` with the engine. At most `max_blocks`
-    are recorded: give a multiple of the engine's capacity. `orphans` counts blocks with unknown parents.
+    `generation` changes if blocks may have been evicted without events, `epoch` with the engine. `max_blocks` should be
+    a multiple of the engine's capacity. `orphans` counts blocks with unknown parents.
     """
 
     def __init__(self, block_size: int, max_blocks: int = 1 << 18) -> None:
@@ -125,7 +125,7 @@ class EngineBlocks:
         extra_keys: Sequence[Sequence[Any] | None] | None = None,
         medium: Hashable = None,
     ) -> None:
-        """Record consecutive blocks after the block `parent` (None: the start of a prompt).
+        """Record consecutive blocks after `parent` (None: the start of a prompt).
 
         `extra_keys` are each block's hash inputs besides tokens. A block is held while any `medium` (tier) holds it.
         Raises ValueError if the tokens do not fill the blocks.
@@ -183,7 +183,7 @@ class EngineBlocks:
             self.generation += 1
 
     def replace(self, other: EngineBlocks, *, same_engine: bool) -> None:
-        """Take the state of `other`, which must not be used afterwards."""
+        """Take the state of `other`, not to be used afterwards."""
         with self._lock:
             self._contents, self._held = other._contents, other._held
             self.orphans += other.orphans

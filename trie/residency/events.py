@@ -30,10 +30,9 @@ def discover(
     taken: Container[Content],
     requested: RequestedDocuments,
 ) -> Iterator[ServedPath]:
-    """Yield paths of the request's documents that the engine holds but the tree does not.
+    """Yield paths of the request's documents that the engine holds but the tree does not, in at most 256 look-ups.
 
-    `known` has the contents of the tree's nodes, `taken` their blocks. Each document's first block after a path is
-    looked up, at most `_BUDGET` times.
+    `known` has the contents of the tree's nodes, `taken` their blocks.
     """
     top = known.get(tree.root)
     if top is None or (top.blocks and not blocks.holds(top.last)):
@@ -78,9 +77,9 @@ def _extend(path: ServedPath, rank: int, contents: PathContents) -> ServedPath:
 
 
 class EventsResidency(LRUResidency):
-    """The nodes of one scope's tree that the engine holds, identified by the contents of its blocks.
+    """The nodes of one scope's tree that the engine holds, by the contents of its blocks.
 
-    `prefix_ids` are the tokens before the documents. Documents without tokens use the mirror alone.
+    `prefix_ids` precede the documents. Documents without tokens use the mirror alone.
     """
 
     pool: FollowedPool
@@ -226,7 +225,7 @@ class EventsResidency(LRUResidency):
         return count
 
     def _follows_held(self, node: Node) -> bool:
-        """Return whether nothing before the node is missing; a doomed parent without blocks is ignored."""
+        """Return whether the parent is held; a doomed one is not, even without blocks."""
         parent = node.parent
         return parent is None or not (parent.missing or parent in self.pool.doomed)
 

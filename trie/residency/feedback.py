@@ -17,8 +17,8 @@ _ESTIMATES_EXCEED = 4 / 3
 class FeedbackResidency:
     """Corrects another residency from the engine's reports.
 
-    Engines evict in order of use: if a block was evicted, so was everything used before it. Differences below a block
-    are ignored, and with estimated lengths all but clear ones.
+    Engines evict in order of use: with a block, everything used before it was evicted. Differences below a block are
+    ignored, and with estimated lengths all but clear ones.
     """
 
     def __init__(self, mirror: LRUResidency, lengths: ScopeLengths | None = None) -> None:

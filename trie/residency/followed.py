@@ -19,7 +19,7 @@ class Follower(Holder, Protocol):
         """Apply the storage or removal of a node's block."""
 
     def resynchronise(self) -> None:
-        """Look all blocks up again, since some may have been evicted without events."""
+        """Look all blocks up again: some may have been evicted without events."""
 
     def in_doubt(self, node: Node) -> bool: ...
 
@@ -37,10 +37,9 @@ class _Pending(NamedTuple):
 
 
 class FollowedPool(Pool):
-    """The mirror of the block pool, corrected block by block by the engine's events.
+    """Predicts what requests fill and evict, since events arrive late, and is corrected block by block.
 
-    Events arrive late, so the mirror predicts what requests fill and evict. Evicted nodes are `doomed`: hidden in their
-    trees until the engine has begun the request.
+    Evicted nodes are `doomed`: hidden in their trees until the engine has begun the request.
     """
 
     def __init__(

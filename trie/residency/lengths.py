@@ -1,8 +1,8 @@
 """Prompt lengths learned from the engine's reports.
 
 - Prefix: with `x` tokens of whole documents held, the engine reuses `cached = floor((prefix + x) / block) * block`
-  tokens, so `cached - x <= prefix < cached - x + block`. The prefix is where more than half of the latest intervals
-  meet. With estimated lengths only `x = 0` counts.
+  tokens, so `cached - x <= prefix < cached - x + block`. The prefix is the middle of where more than half of the latest
+  intervals meet. With estimated lengths only `x = 0` counts.
 - Tokens per estimated token: the median of `(cached - prefix) / x`, or the least-squares slope of prompt tokens over
   estimated document tokens, whichever has the smaller standard error.
 """
@@ -26,7 +26,7 @@ _RATIOS = (0.2, 8.0)
 class LearnedLengths:
     """Learned lengths of one engine's prompts.
 
-    `ratio`: tokens per estimated token. `losses`: evictions by other clients, the last of them left `kept_blocks`.
+    `ratio`: tokens per estimated token. `losses`: evictions by other clients; the last left `kept_blocks`.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,6 @@ class ScopeLengths:
             self.engine.prompt(round(documents_tokens / self.ratio), prompt_tokens)
 
     def _elect(self, prefix_tokens: int, block_size: int) -> None:
-        """Set the prefix to the middle of the interval on which more than half of the latest reports agree."""
         votes = sorted(self._votes)
         first = best_first = best_last = 0
         for last, vote in enumerate(votes):

@@ -11,10 +11,7 @@ from ragorder.trie.tree import KnowledgeTree, Node, RequestedDocuments, TokenIds
 
 
 class LRUResidency:
-    """The nodes of one scope's tree that the engine holds. `pool` evicts them in order of use.
-
-    `knows_tokens`: lengths are known, so reports do not teach them.
-    """
+    """The nodes of one scope's tree that the engine holds. `knows_tokens`: reports do not teach lengths."""
 
     knows_tokens = False
 
@@ -110,7 +107,7 @@ class LRUResidency:
             pool.make_room(self)
 
     def _count_answer(self, lease: Lease, total_tokens: float) -> None:
-        """Count the reported tokens without the answer's last token, whose KV is never computed."""
+        """Count the reported tokens without the last, whose KV is never computed."""
         block_size, documents_end = self.tree.block_size, lease.path[-1].end
         kept_tokens = max(documents_end, int(total_tokens) - 1)
         suffix_blocks = kept_tokens // block_size - documents_end // block_size
@@ -168,14 +165,11 @@ class LRUResidency:
         return not node.blocks or (bool(node.stamp) and not node.missing)
 
     def correct(self, lease: Lease, *, alone: bool = False) -> int | None:
-        """Evict everything used before the missing blocks of a request that found less than predicted.
-
-        Other clients get the room (with `alone` only this scope's). Returns the remaining blocks.
-        """
+        """Evict what was used before the missing blocks of a request that found less than predicted (`Pool.lose`)."""
         return self.pool.lose(lease.previous_stamp, self, alone=alone)
 
     def resize(self, prefix_tokens: int, ratio: float) -> None:
-        """Set the prefix to `prefix_tokens` and multiply the length of every document by `ratio`.
+        """Set the prefix's length, and multiply that of every document by `ratio`.
 
         Nodes held completely stay so, others keep their held blocks.
         """
@@ -232,7 +226,7 @@ class LRUResidency:
             node.stamp = 0
 
     def _take_back(self, node: Node) -> bool:
-        """Mark blocks missing that only failed requests would have filled. Return True if nothing is left."""
+        """Mark blocks missing that only failed requests would have filled. Return whether nothing is left."""
         if node.leases or node.children or (node.blocks and not node.provisional):
             return False
         self.used_blocks -= node.provisional

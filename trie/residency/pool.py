@@ -21,8 +21,8 @@ _MAX_IN_FLIGHT = 1024
 class Holder(Protocol):
     """A residency in a pool: the blocks of one scope.
 
-    `counted_nodes` and `counted_blocks`: its shares of the totals. `whole` is False during a change, and after an error
-    or interrupt in one. `closed`: its scope is dropped.
+    `counted_nodes`, `counted_blocks`: its shares of the totals. `whole` is False during a change, and after an error or
+    interrupt in one. `closed`: its scope is dropped.
     """
 
     tree: KnowledgeTree
@@ -42,7 +42,7 @@ class Holder(Protocol):
 
 @dataclass(slots=True, eq=False)
 class UseEntry:
-    """A served request in the log: its deepest node, and its held blocks after that.
+    """A served request in the log: its deepest node, and its blocks after that.
 
     Without `holder` the blocks belong to other clients or dropped scopes.
     """
@@ -76,7 +76,7 @@ class UseEntry:
 
 
 class Pool:
-    """An LRU block pool. It evicts block by block, a request's tail before its head, as vLLM does.
+    """Evicts block by block in order of use, a request's tail before its head, as vLLM does.
 
     `max_nodes` bounds all trees together. Requests in flight keep their blocks. With `partial_blocks_first` (vLLM 0.32)
     partly filled blocks are evicted first. Entries of the `log` older than their node's stamp are skipped.
@@ -184,10 +184,7 @@ class Pool:
     def change(
         self, holder: Holder, current: Holder, work: Callable[[*Arguments], T], *arguments: *Arguments
     ) -> T | None:
-        """Do work on a holder and count its changes, or return None if it is closed.
-
-        A damaged holder is dropped first, unless it is `current`.
-        """
+        """Do work on a holder, or return None if it is closed. A damaged one is dropped first, unless `current`."""
         if not holder.whole and not holder.closed and holder is not current:
             self.detach(holder)
         if holder.closed:
@@ -199,7 +196,7 @@ class Pool:
         return result
 
     def lose(self, stamp: int, current: Holder, *, alone: bool = False) -> int:
-        """Evict everything last used up to `stamp` (only `current`'s, if `alone`), and charge other clients.
+        """Evict what was last used up to `stamp` (if `alone`, only `current`'s), and charge other clients.
 
         Returns the remaining blocks.
         """

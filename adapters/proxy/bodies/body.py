@@ -19,14 +19,14 @@ Fields = dict[str, Raw]
 Route = Literal["chat", "cohere", "completions", "messages", "responses", "other"]
 
 BOUNDARY = "\ud800"
-"""Separator of a message's parts in their joined text: a code point that no decoded UTF-8 text contains."""
+"""Separator of a message's joined parts: a code point that no decoded UTF-8 text contains."""
 
 _NULL = Raw(b"null")
 _TOOL_MARKS = (b'"cache_control"', b'"prompt_cache_breakpoint"')
 
 
 class PromptPrefix(NamedTuple):
-    """Whole messages before the documents, and the start of the documents' own message."""
+    """Whole messages before the documents, and the start of their own message."""
 
     messages: Sequence[Raw] = ()
     role: str = "user"
@@ -41,9 +41,8 @@ class PromptSuffix(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """A plain prompt, or the content of message `place` (its `field`): a text, or adjacent text parts from part
-    `number` on, joined by `BOUNDARY`. Content `nested` in a part (a tool's result) has the message's parts as
-    `outer`."""
+    """A plain prompt, or the `field` of message `place`: a text, or adjacent text parts from part `number` on, joined
+    by `BOUNDARY`. Content `nested` in a part (a tool's result) has the message's parts as `outer`."""
 
     text: str
     messages: Sequence[Raw] = ()
@@ -85,21 +84,21 @@ class Body:
         "tool_choice",
         "tools",
     )
-    """Fields besides the messages that a server renders before the documents, or that change how it renders."""
+    """Fields besides the messages that change what a server renders before the documents."""
     limits: ClassVar[Sequence[str]] = ("max_completion_tokens", "max_tokens")
-    """Fields with the longest answer, in tokens; the first one counts."""
+    """Fields with the longest answer in tokens; the first one counts."""
     is_changed = False
-    """Whether the body is sent with a change besides its documents."""
+    """Whether more than the documents has changed."""
     values = 0
     """Upper bound of the number of JSON values."""
     takes_cache_key = False
-    """Whether the server routes requests by a cache key."""
+    """Whether the server routes by a cache key."""
 
     def __init__(self, fields: Fields) -> None:
         self.fields = fields
 
     def prefix(self) -> PromptPrefix:
-        """Return the prompt before the documents. Raises HTTPError if it is malformed."""
+        """Raises HTTPError for a malformed prompt."""
         raise NotImplementedError
 
     def append(self, turn: str) -> None:
@@ -119,7 +118,7 @@ class Body:
         return False
 
     def sort_tools(self) -> None:
-        """Sort the tools by name, unless the client sets breakpoints in them."""
+        """Sort tools by name, unless the client sets breakpoints in them."""
         tools = decode(self.fields.get("tools", _NULL), list[Raw]) or []
         if any(mark in bytes(tool) for tool in tools for mark in _TOOL_MARKS):
             return
@@ -135,7 +134,7 @@ class Body:
         return decode(self.fields[name], int) if name in self.fields else None
 
     def string(self, name: str) -> str | None:
-        """Return a string, or None if absent or null. Raises HTTPError for other types."""
+        """Return None if absent or null. Raises HTTPError for other types."""
         if name not in self.fields or self.fields[name] == _NULL:
             return None
         value = decode(self.fields[name], str)

@@ -37,7 +37,7 @@ class ChatBody(Body):
     route = "chat"
     messages_field: ClassVar[str] = "messages"
     instructions_field: ClassVar[str] = ""
-    """Field that counts as a system message before the others, if the API has one."""
+    """Field that counts as a first system message, if the API has one."""
     content_fields: ClassVar[Sequence[str]] = ("content",)
     has_nested_content: ClassVar[bool] = False
     text_kind: ClassVar[str] = "text"
@@ -75,7 +75,7 @@ class ChatBody(Body):
         self._put_messages(messages, changed.keys())
 
     def put_all(self, changes: Sequence[tuple[Passage, str]]) -> None:
-        """Replace the texts of passages, given in their order, in one pass over the messages."""
+        """Replace the texts of passages, given in their order."""
         if not changes:
             return
         messages = list(changes[0][0].messages)
@@ -92,7 +92,7 @@ class ChatBody(Body):
         self.append([chunk_part({"type": self.text_kind}, chunk, form) for chunk in chunks])
 
     def put_chunks(self, passage: Passage, chunks: Sequence[Chunk], form: MarkForm) -> None:
-        """Replace a passage, which is not nested, by a part for each chunk."""
+        """Replace a passage that is not nested."""
         parts: list[Any] = list(passage.parts[: passage.number])
         for chunk in chunks:
             part: dict[str, Any] = {"type": self.text_kind}
@@ -131,8 +131,8 @@ class ChatBody(Body):
         self.fields |= form.besides
 
     def _front(self, passage: Passage | None) -> tuple[Sequence[Raw], int, int | None]:
-        """Return the messages, the number of the last one before a passage (or -1), and how many of its parts are
-        before it, if it is the passage's own."""
+        """Return the messages, the number of the last one before a passage (or -1), and if that is the passage's own,
+        how many parts are before it."""
         messages = self._messages(self.fields.get(self.messages_field, _NULL)) or []
         if passage is None:
             return messages, len(messages) - 1, None
@@ -179,7 +179,7 @@ class ChatBody(Body):
         return int(self.fields.get(self.instructions_field, _NULL) != _NULL)
 
     def _messages(self, content: Raw) -> list[Raw] | None:
-        """Return the instructions, then the messages; None for anything but a list."""
+        """Return instructions and messages, or None for anything but a list."""
         messages = decode(content, list[Raw])
         if messages is None or not self._instructions():
             return messages
@@ -212,7 +212,7 @@ class CohereBody(ChatBody):
 
 
 class ResponsesBody(ChatBody):
-    """Body of OpenAI's responses. A text as `input` is a user message; of earlier responses there is only an id."""
+    """Body of OpenAI's responses. A text as `input` is a user message; earlier responses are only an id."""
 
     route = "responses"
     messages_field = "input"
@@ -261,7 +261,7 @@ class ResponsesBody(ChatBody):
 
 
 class MessagesBody(ChatBody):
-    """Body of Anthropic's messages. Tool results are parts of a user message, with content of their own."""
+    """Body of Anthropic's messages. Tool results are parts of a user message, with their own content."""
 
     route = "messages"
     instructions_field = "system"

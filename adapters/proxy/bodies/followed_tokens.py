@@ -23,10 +23,10 @@ _RESHAPING = frozenset(Body.shapes_prefix) - {"tools", "tool_choice"}
 
 
 class FollowedTokens(TokenCounter):
-    """Token counter whose lengths have their tokens (`KnownTokens`) if these are the same in every prompt: the
-    tokenizer must begin a new token after the text, and after the text between two documents.
+    """Token counter whose lengths are `KnownTokens` if these are the same in every prompt: the tokenizer must begin a
+    new token after the text, and after that between two documents.
 
-    Only for prompts of `models`: an adapter has other KV for the same tokens.
+    Only for `models`: an adapter has other KV for the same tokens.
     """
 
     def __init__(self, builder: PromptBuilder, tokenizer: Any, models: Collection[str]) -> None:

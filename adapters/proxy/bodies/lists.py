@@ -27,17 +27,17 @@ _Span = tuple[int, int]
 
 
 class ElementTemplate(DocumentTemplate):
-    """Form of lists whose entries are elements (<skill>); read in instructions only."""
+    """Form of lists of elements (<skill>); read in instructions only."""
 
     def reads(self, role: str) -> bool:
         return role in _INSTRUCTIONS
 
 
 class ListTemplate(DocumentTemplate):
-    """Form of the bulleted lists in instructions whose headings name memories, skills or preferences.
+    """Form of bulleted lists whose headings name memories, skills or preferences.
 
-    A list stays in its order if that may mean something (numbers, a heading with "recent", dates that rise or fall), or
-    if its end is unclear. Only system and developer messages are read: a list elsewhere may belong to the question.
+    A list keeps its order if that may mean something (numbers, a heading with "recent", dates that rise or fall), or if
+    its end is unclear. Only instructions are read: a list elsewhere may belong to the question.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ def _is_heading(line: str) -> bool:
 
 
 def _items(text: str, lines: list[_Span], place: int) -> tuple[list[_Span], int]:
-    """Return the entries of the list at a line (none if its end is unclear), and the line after it."""
+    """Return the list's entries from a line on (none if its end is unclear), and the line after it."""
     items: list[_Span] = []
     bullet, gaps, empty = None, set(), 0
     while place < len(lines):

@@ -1,4 +1,4 @@
-"""Cache breakpoints in request bodies, in each provider's form."""
+"""Cache breakpoints in each provider's form."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _OF_CLIENT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class MarkForm:
-    """Form of breakpoints in an API: a field `name` with `value` in a part of one of the `kinds`, in a message of one
-    of the `roles`; at most `most` in a body, which then has the fields `besides`. From a breakpoint the cache looks
-    back over `lookback_parts` parts. `own_head`: the text before the documents in their message is its own part."""
+    """Form of breakpoints in an API: a field `name` with `value` in a part of these `kinds`, in a message of these
+    `roles`; at most `most` in a body, which then has the fields `besides`. The cache looks back over `lookback_parts`
+    parts. `own_head`: the text before the documents in their message is its own part."""
 
     name: str
     value: Raw
@@ -61,8 +61,8 @@ _BREAKPOINT = MarkForm(
 
 @dataclass(frozen=True, slots=True)
 class MarkedBy:
-    """How a body gets breakpoints: their form (None: it gets none), and the orderer that chooses them (None: a plain
-    rule). `keyed`: requests are routed by a cache key; `left`: why no order leads to a hit."""
+    """How a body gets breakpoints: their form (if any), and the orderer that chooses them (None: a plain rule).
+    `keyed`: the server routes by a cache key; `left`: why no order leads to a hit."""
 
     form: MarkForm | None = None
     orderer: OrdererLike | None = None
@@ -71,8 +71,8 @@ class MarkedBy:
 
 
 class Marking:
-    """Choice of breakpoints: bodies of `routes` take cache_control; those for models of `clouds` follow their cache's
-    rules. `heeds_client`: the server's cache resumes only at a client's own breakpoints."""
+    """Bodies of `routes` take cache_control; those for models of `clouds` follow their cache's rules. `heeds_client`:
+    the cache resumes only at a client's own breakpoints."""
 
     def __init__(
         self, routes: Collection[Route] = (), clouds: CloudOrderers | None = None, *, heeds_client: bool = True
@@ -112,7 +112,7 @@ class Marking:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Text that becomes a content part, the number of the part that had it, and whether a breakpoint follows."""
+    """Text of a new content part, the number of its old one, and whether a breakpoint follows."""
 
     part: int
     text: str
@@ -121,8 +121,8 @@ class Chunk:
 
 def chunks_of(pieces: Sequence[str], marked: Collection[int], *, own_head: bool = False) -> list[Chunk]:
     """Return a content part for each document of the `pieces` (head, document, gap, …, tail), wherever breakpoints are:
-    a cache finds only parts that are divided alike. The text before a document joins its part, but with `own_head` the
-    head is one, which breakpoint 0 follows."""
+    a cache finds only parts divided alike. The text before a document joins its part; with `own_head` the head is one,
+    which breakpoint 0 follows."""
     chunks: list[Chunk] = []
     part = 0
     segments = [front + document for front, document in zip(pieces[:-1:2], pieces[1::2], strict=True)]
@@ -161,8 +161,8 @@ def chunk_part(part: dict[str, Any], chunk: Chunk, form: MarkForm | None) -> dic
 
 
 def mark_last(message: Raw, form: MarkForm, text_kind: str, parts_before: int | None = None) -> Raw | None:
-    """Return the message with a breakpoint after its last part, or after the first `parts_before`; None if no server
-    takes it there. A text becomes a part of `text_kind`."""
+    """Return the message with a breakpoint after its last part, or the first `parts_before`; None if no server takes it
+    there. A text becomes a part of `text_kind`."""
     fields = decode(message, Fields) or {}
     if decode(fields.get("role", _NULL), str) not in form.roles:
         return None
@@ -186,8 +186,8 @@ def takes_mark(message: Raw, form: MarkForm, text_kind: str, parts_before: int |
 def turn_ends(
     messages: Sequence[Raw], form: MarkForm, text_kind: str, is_answer: Callable[[Raw], bool]
 ) -> tuple[int, ...]:
-    """Return the messages that breakpoints follow: the last one, where the next turn resumes, and the one where this
-    turn resumes if the cache does not look back so far. None before the first answer."""
+    """Return the messages that breakpoints follow: the last one, where the next turn resumes, and if the cache does not
+    look back so far, that where this turn resumes. None before the first answer."""
     last = len(messages) - 1
     answers = [place for place, message in enumerate(messages) if is_answer(message)]
     if not answers or not _is_boundary(messages[last]) or not takes_mark(messages[last], form, text_kind):

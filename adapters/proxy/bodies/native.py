@@ -46,9 +46,8 @@ Put = Callable[[Sequence[Raw], Sequence[int]], None]
 
 @dataclass(frozen=True, slots=True)
 class NativeDocuments:
-    """Documents of a body between its prefix and suffix, in a message (`passage`) or a `field`; `put` writes them back
-    in an order. `lengths` are estimates in tokens; `cited` is the field of their places in citations, and the first
-    place."""
+    """Documents between a body's prefix and suffix, in a message (`passage`) or a `field`; `put` writes them back.
+    `lengths` are estimated tokens; `cited` is the field of their places in citations, and the first place."""
 
     items: Sequence[Raw]
     lengths: Sequence[int]
@@ -94,7 +93,7 @@ class _Named(Struct):
 
 
 def native_documents(body: Body) -> NativeDocuments | None:
-    """Return the first two or more documents of a body, or None."""
+    """Return a body's first two or more documents, or None."""
     if isinstance(body, MessagesBody):
         return _in_blocks(body)
     if isinstance(body, ChatBody) and _FIELD in body.shapes_prefix:
@@ -173,8 +172,8 @@ def _putter(body: MessagesBody, passage: Passage, blocks: Sequence[Raw], cited: 
 
 
 def documents_in_parts(body: ChatBody, template: DocumentTemplate) -> NativeDocuments | None:
-    """Return documents that are content parts, with the pictures after them, or None. Parts that differ in their texts
-    alone are one passage instead."""
+    """Return documents that are content parts, with the pictures after them. Parts that differ only in texts are one
+    passage instead."""
     messages = body.prefix().messages
     for place, raw in enumerate(messages):
         message = decode(raw, _Part) or _Part()
@@ -202,7 +201,7 @@ def documents_in_parts(body: ChatBody, template: DocumentTemplate) -> NativeDocu
 
 
 def _clear_units(units: list[list[Raw]]) -> list[list[Raw]]:
-    """Return the documents whose pictures are clear: those after the last one may be the question's."""
+    """Return the documents with clear pictures: those after the last one may be the question's."""
     if any(_MARKS.intersection(decode(part, Fields) or ()) for unit in units for part in unit):
         return []
     pictures = {len(unit) for unit in units}
@@ -277,8 +276,7 @@ def _role_of(raw: Raw) -> str:
 
 
 class CitationTranslator:
-    """Translates an answer's citations from places in the sent order to the client's. A stream's other events keep
-    their bytes. Raises HTTPError for an answer that it cannot read."""
+    """Translates citations from places in the sent order to the client's. A stream's other events keep their bytes."""
 
     def __init__(self, name: str, places: Mapping[int, int]) -> None:
         self._name = name
@@ -287,7 +285,6 @@ class CitationTranslator:
         self._held = bytearray()
 
     def begin(self, headers: Headers) -> Headers:
-        """Return the answer's headers, without a length."""
         if encoding_of(headers) is not None:
             raise _unreadable("is compressed")
         self._is_stream = (header(headers, b"content-type") or b"").lower().startswith(b"text/event-stream")

@@ -20,8 +20,7 @@ from ragorder.trie.histories import Segment
 
 @dataclass(frozen=True, slots=True)
 class BodyMarks:
-    """Breakpoints of a body, `turns` of them at ends of turns. With `has_front` breakpoint 0, before the documents, is
-    possible."""
+    """`turns` breakpoints are at ends of turns. With `has_front` breakpoint 0, before the documents, is possible."""
 
     form: MarkForm
     turns: int = 0
@@ -34,11 +33,11 @@ PassReason = (
     ]
     | Left
 )
-"""Why the documents of a request are not ordered."""
+"""Why a request's documents are not ordered."""
 
 
 class AnswerTranslator(Protocol):
-    """Changes an answer on its way to the client. Raises HTTPError if it cannot read it."""
+    """Changes an answer for the client. Raises HTTPError if it cannot read it."""
 
     def begin(self, headers: Headers) -> Headers: ...
 
@@ -49,20 +48,19 @@ class AnswerTranslator(Protocol):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ParsedBody:
-    """A body with documents. Lengths are in tokens.
+    """Lengths are in tokens.
 
     - `render` returns the body to send, from the rank at each position and the numbers of documents that breakpoints
       follow, if it takes `marks`
     - `suffix_tokens` follow the last document, `gaps` are between documents
     - `error`: why the prefix could not be read
-    - `sent` returns the order in which an earlier turn's documents were sent, or None if unknown
+    - `sent` returns the sent order of an earlier turn's documents, or None if unknown
     - `named`: ranks of the last message's documents that are named instead of sent
     - `orderer`: that of a cloud's model
     - `question`: the text after the documents, in segments that later requests repeat
     - `left`: why the documents keep their order; the body may have changed otherwise
-    - `values`: upper bound of the number of JSON values
     - `on_prompt` gets the prompt's reported tokens
-    - `translator` returns what translates the answer's citations from the sent order to the client's"""
+    - `translator` returns what translates citations, given the sent permutation"""
 
     body: Body
     documents: list[Document]
@@ -89,7 +87,7 @@ _SHORT = 4096
 
 
 def digest_of(*parts: str | bytes | None) -> bytes:
-    """Return a digest of 16 bytes, of the parts and their boundaries."""
+    """Return 16 bytes for the parts and their boundaries."""
     digest = blake2b(digest_size=16)
     for part in parts:
         encoded = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
@@ -118,7 +116,7 @@ def scope_of(body: Body, salt: str | None, prefix: PromptPrefix) -> bytes:
 
 
 def salt_of(body: Body, scope: str | None) -> str | None:
-    """Return the tenant's salt, from either field. Raises HTTPError if they differ."""
+    """Return the tenant's salt from either field. Raises HTTPError if they differ, or it is invalid."""
     salt = body.string("cache_salt")
     if scope is not None and salt not in (None, scope):
         message = f"{FIELD}.scope: differs from the body's cache_salt: give one of them."

@@ -64,14 +64,11 @@ class PromptLearner(Protocol):
 
 @readable_by_threads
 class _Tag(Struct):
-    """The tag of a body, without its other fields."""
-
     ragorder: Raw = Raw(b"")
 
 
 class BodyParser:
-    """Parser of bodies; options as for `make_app`. `warn` gets each complaint once. `marks` and `heeds_client_marks` as
-    for `Marking`."""
+    """Options as for `make_app`; `marks` and `heeds_client_marks` as for `Marking`. `warn` gets each complaint once."""
 
     def __init__(
         self,
@@ -185,14 +182,13 @@ class BodyParser:
         return found
 
     def _in_parts(self, body: Body, template: DocumentTemplate, by: MarkedBy) -> NativeDocuments | None:
-        """Return documents that are content parts; None with breakpoints, or numbers in texts, which would not move."""
+        """Return None with breakpoints, or numbers in texts, which would not move."""
         is_plain = by == MarkedBy() and self._repeated is None and not self._by_place and not self._send_facts
         if not is_plain or template.shows_number or not isinstance(body, ChatBody):
             return None
         return _native(body, partial(documents_in_parts, template=template))
 
     def _recognise(self, body: Body, content: bytes, by: MarkedBy) -> None:
-        """Count what a preset would save, or learn from the request. Errors do not fail it."""
         if self._recogniser is None or by.left is not None:
             return
         with suppress(Exception):
@@ -376,7 +372,7 @@ class BodyParser:
         prefix: PromptPrefix,
         **facts: Any,
     ) -> ParsedBody:
-        """`facts` are further fields: adding them in a copy would take as long as a document's digest."""
+        """`facts` are further fields: a later copy would cost as much as a document's digest."""
         scope, prefix_tokens, failure = b"", 0, None
         try:
             scope = scope_of(body, salt, prefix)
@@ -389,7 +385,7 @@ class BodyParser:
     def _learner(
         self, texts: Sequence[str], prefix_tokens: int, question: str, suffix_tokens: int
     ) -> Callable[[int | None], None] | None:
-        """Return what learns scripts' lengths from the prompt's reported tokens, or None for Latin documents."""
+        """Return what learns scripts' lengths from reported tokens, or None for Latin documents."""
         more = self._tokens.more("".join(texts))
         if not more:
             return None
@@ -434,8 +430,7 @@ def _native(body: BodyT, find: Callable[[BodyT], NativeDocuments | None]) -> Nat
 
 
 def _open(route: Route, content: bytes) -> tuple[Fields, int] | PassReason:
-    """Return the fields and the number of values. Raises HTTPError for a tag in a body that is not read, and
-    NOT_JSON."""
+    """Raises NOT_JSON, and HTTPError for a tag in a body that is not read."""
     if route == "other":
         if _is_tagged(content):
             message = f"{FIELD}: documents are supported in chats (/v1/chat/completions), completions "

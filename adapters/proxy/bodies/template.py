@@ -1,4 +1,4 @@
-"""Recognition of documents in a text by their template."""
+"""Recognition of documents by their template."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TemplateError(RagorderError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class DocumentRun:
-    """Consecutive documents in a text. `pieces` are head, document, gap, document, …, tail."""
+    """Consecutive documents: `pieces` are head, document, gap, document, …, tail."""
 
     pieces: Sequence[str]
 
@@ -62,7 +62,7 @@ _Span = tuple[int, int]
 
 
 class DocumentParts(NamedTuple):
-    """A document's text around its id, or around its number, which may occur several times."""
+    """A document's text around its id, or its number, which may occur several times."""
 
     pieces: tuple[str, ...]
     id: str
@@ -89,7 +89,7 @@ def are_places(ids: Sequence[str], first: int = 1) -> bool:
 
 
 def numbered_by_place(documents: Sequence[DocumentParts], *, from_0: bool = False) -> list[DocumentParts] | None:
-    """Return the documents split at their numbers, or None if these do not number positions from 1 (or 0)."""
+    """Split documents at their numbers; return None if these do not number positions from 1 (or 0)."""
     split = [each.at_number() for each in documents]
     ids = [each.id for each in split]
     return split if are_places(ids) or (from_0 and are_places(ids, 0)) else None
@@ -121,7 +121,7 @@ class _Mark:
         return at
 
     def end_of_key(self, text: str, at: int, end: int) -> int | None:
-        """Return where the key at `at`, which begins with the first literal, ends, or None if it is no key."""
+        """Return the end of the key at `at`, where the first literal is, or None if it is no key."""
         at += len(self.literals[0])
         for _, literal in self._numbers:
             number = _DIGITS.match(text, at, end)
@@ -131,7 +131,7 @@ class _Mark:
         return at
 
     def read(self, text: str, at: int, end: int) -> tuple[int, list[_Span]] | None:
-        """Return the end of the mark at `at` and the spans of its numbers, or None if it is no mark."""
+        """Return the end of the mark at `at` and its numbers' spans, or None if it is no mark."""
         if not text.startswith(self.literals[0], at, end):
             return None
         at += len(self.literals[0])
@@ -160,20 +160,20 @@ class _Mark:
 
 
 class DocumentTemplate:
-    r"""Form of documents in a message. `form` shows one document, such as `<document id="{id}">\n{text}\n</document>`,
-    with literal braces written twice:
+    r"""`form` shows one document of a message, such as `<document id="{id}">\n{text}\n</document>`, with literal braces
+    written twice:
 
     - {text}, and optionally {id} and {title}
-    - {n}, once or more: the document's number in the list, from 0 or 1, which stays at its place
-    - {*}: anything within a line, also nothing, such as attributes
+    - {n}, once or more: the document's number in the list, from 0 or 1, which stays in place
+    - {*}: anything or nothing within a line, such as attributes
 
     Documents are recognised by the texts before and after them, which must alternate; white space and `BOUNDARY` may
     separate them. With `between`, exactly this text separates them, and none is needed after each: the list begins
-    after `head` and ends before `tail` (or one of several), which occur once; without a tail the last document stays at
-    its place. `{start}` and `{end}` are those of the message.
+    after `head` and ends before `tail` (or one of several), which occur once; without a tail the last document stays in
+    place. `{start}` and `{end}` are the message's.
 
-    A form with {text} twice shows two documents, and so has head, `between` and tail itself. `name` is shown instead of
-    the form. Raises TemplateError."""
+    A form with {text} twice shows two documents, and so has head, `between` and tail. `name` is shown instead of the
+    form. Raises TemplateError."""
 
     def __init__(
         self,
@@ -210,14 +210,14 @@ class DocumentTemplate:
 
     @property
     def shows_number(self) -> bool:
-        """Whether documents have numbers that stay at their places."""
+        """Whether documents have numbers, which stay in place."""
         return "n" in self._fields
 
     def reads(self, role: str) -> bool:
         return role != "assistant"
 
     def find(self, text: str) -> DocumentRun | None:
-        """Return the longest run (the first of several) of two or more documents, or None, in linear time."""
+        """Return the first longest run of two or more documents, or None, in linear time."""
         longest: list[_Span] = []
         run: list[_Span] = []
         for start, end in self.spans(text):
@@ -250,7 +250,7 @@ class DocumentTemplate:
             yield from self._separated(text, start, stop, self._between, ends=ends)
 
     def split(self, document: str) -> DocumentParts:
-        """Return a document divided at its number or id, or whole without one, or if its numbers differ."""
+        """Divide a document at its number or id; leave it whole without one, or if its numbers differ."""
         if self.shows_number:
             return self._at_numbers(document)
         if not self.shows_id:
@@ -305,7 +305,7 @@ class DocumentTemplate:
             )
 
     def _region(self, text: str) -> tuple[int, int, bool] | None:
-        """Return where the list may begin and end, and whether its end is known; None if unclear."""
+        """Return the list's bounds, and whether its end is known; None if unclear."""
         start, stop, ends = 0, len(text), END in self._tails
         if self._head and self._head != START:
             start = text.find(self._head)
@@ -344,13 +344,13 @@ class DocumentTemplate:
 
     @staticmethod
     def _is_example(text: str, opened_at: int, doubled_at: int, ended_at: int) -> bool:
-        """Return whether an opening mark is an example: it is within a line, but the next one begins a line."""
+        """Return whether an opening mark is an example: within a line, while the next one begins a line."""
         if ended_at >= 0 and _is_blank(text, ended_at, opened_at):
             return False
         return not _begins_line(text, opened_at) and _begins_line(text, doubled_at)
 
     def _separated(self, text: str, start: int, stop: int, between: str, *, ends: bool) -> Iterator[_Span]:
-        """Yield the documents of a list, the last one only if the list's end is known."""
+        """Yield a list's documents, the last one only if the end is known."""
         opening, closing, separator = self._opening, self._closing, self._separator
         begun = start if self._head else opening.find(text, start, stop)
         first = None if begun < 0 else opening.read(text, begun, min(stop, begun + _LONGEST_MARK))
@@ -380,7 +380,7 @@ class DocumentTemplate:
 
     def _ends_with(self, text: str, start: int, end: int) -> bool:
         """Return whether a numbered list ends with this document: no marks follow, or one document of unknown end with
-        the next number. Otherwise the last document's text may have marks."""
+        the next number. Otherwise its text may have marks."""
         if self._between is None:
             return all(mark.find(text, end, len(text)) < 0 for mark in (self._opening, self._closing))
         follows = end + len(self._between)
@@ -440,7 +440,6 @@ def _is_blank(text: str, start: int, end: int) -> bool:
 
 
 def _first_two(text: str, mark: str, start: int) -> Iterator[int]:
-    """Yield a mark's first two places, which may overlap; none for `END`."""
     if mark == END:
         return
     at = text.find(mark, start)
@@ -456,7 +455,7 @@ def _begins_line(text: str, at: int) -> bool:
 
 
 def _parse(form: str) -> tuple[list[str], list[str]]:
-    """Return a form's literals, and the fields between them. Raises TemplateError."""
+    """Return literals, and the fields between them."""
     try:
         parts = list(Formatter().parse(form))
     except ValueError as error:

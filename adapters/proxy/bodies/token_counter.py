@@ -1,4 +1,4 @@
-"""Token counts of the parts of a prompt."""
+"""Token counts of a prompt's parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from ragorder.tokens import PLACEHOLDER, split_text
 
 _REMEMBERED = 16384
 KEPT_BYTES = 1 << 26
-"""Most bytes of kept tokens."""
 _NULL = Raw(b"null")
 # First bytes of characters in UTF-8, by script, and how many tokens such a character has in usual vocabularies, more
 # than a Latin one: Cyrillic, Greek, Hebrew and Arabic; Indic scripts and Thai; Chinese, Japanese and Korean; emoji.
@@ -54,7 +53,7 @@ class _Shown(Struct):
 class TokenCounter:
     """Counts exactly with the served model's `tokenizer` (transformers), else as the client does, or by script (four
     Latin characters a token). Thread-safe with fast tokenizers. Counts of 16,384 documents are kept by digest (3 MB),
-    for each tenant, so that timing reveals nothing of others."""
+    for each tenant: timing reveals nothing of others."""
 
     def __init__(self, builder: PromptBuilder, tokenizer: Any = None) -> None:
         self.exact = tokenizer is not None
@@ -73,7 +72,7 @@ class TokenCounter:
         return self._once(salt, texts, lambda: self._builder.count_tokens(document))
 
     def run(self, documents: Sequence[str], gaps: Sequence[str], salt: str | None) -> Sequence[int | None]:
-        """Return the lengths of found documents; None: as long as a Latin text."""
+        """Return lengths of found documents; None: as long as a Latin text."""
         if not self.exact:
             return [None if text.isascii() else self._estimate(text) for text in documents]
         return [self._once(salt, ("found", text), partial(self._encode, text)) for text in documents]
@@ -82,7 +81,7 @@ class TokenCounter:
         return self._encode(text) if self.exact else self._estimate(text)
 
     def more(self, text: str) -> int:
-        """Estimate how many tokens a text has more than a Latin one of its length."""
+        """Estimate a text's tokens beyond those of an equally long Latin one."""
         return round(self._scale * _more_tokens(text))
 
     def learn(self, latin: int, more: int, prompt_tokens: int | None) -> None:
@@ -99,12 +98,12 @@ class TokenCounter:
         return Estimate(estimate_tokens(text) + self.more(text))
 
     def suffix(self, suffix: PromptSuffix) -> int:
-        """Later messages are estimated, because hits do not depend on them."""
+        """Later messages are estimated: hits do not depend on them."""
         characters = sum(map(_characters, suffix.parts)) + sum(map(_characters, suffix.messages))
         return self.text(suffix.text) + -(-characters // 4)
 
     def prefix(self, body: Body, prefix: PromptPrefix, salt: str | None, opening: str) -> int:
-        """Return the length before the documents, which begin with `opening`."""
+        """The documents begin with `opening`."""
         if body.route == "completions":
             # A server adds the begin-of-sequence token before a plain prompt.
             special = len(self._tokenizer.encode("", verbose=False)) if self.exact else 0
@@ -161,7 +160,7 @@ def size_of(tokens: int) -> int:
 
 
 def _read_calls(messages: Sequence[dict[str, Any]]) -> None:
-    """Change earlier turns to what templates take: arguments of calls as values, both names of reasoning."""
+    """Adapt earlier turns to templates: calls' arguments as values, both names of reasoning."""
     room = MAX_VALUES
     for message in messages:
         reasoning = message.get("reasoning") or message.get("reasoning_content")

@@ -17,10 +17,10 @@ _TURNS = ("function", "tool", "user")
 
 
 class RepeatedDocuments:
-    """Deduplication: a document of a user or tool message is named by `reference`, which has {id}, if the last earlier
-    document with its id has the same text. This depends on the messages alone, so an earlier turn is always sent alike.
+    """`reference` names a document of a user or tool message if the last earlier document with its id has the same
+    text. This depends on the messages alone, so an earlier turn is always sent alike.
 
-    Raises TemplateError for a reference or template without {id}."""
+    Raises TemplateError for a reference or template without {id}, or a reference that looks like a document."""
 
     def __init__(self, template: DocumentTemplate, reference: str = REFERENCE) -> None:
         if not template.shows_id:
@@ -38,7 +38,7 @@ class RepeatedDocuments:
         self._reference = reference
 
     def name(self, body: ChatBody) -> list[int] | None:
-        """Return the ranks of those named in the last passage with documents, or None if none is named anywhere."""
+        """Return the ranks named in the last passage with documents, or None if none is named anywhere."""
         standing: dict[str, bytes] = {}
         changes: list[tuple[Passage, str]] = []
         ranks: list[int] = []
@@ -74,14 +74,14 @@ _ENTRY_BYTES = 200
 
 
 class SentTurns:
-    """Orders in which messages' documents were sent, which a client's history does not show: at most 16,384 in 8 MiB,
-    by digests of scope and message. Thread-safe."""
+    """Sent orders of messages' documents, which a client's history does not show: at most 16,384 in 8 MiB, by digests
+    of scope and message. Thread-safe."""
 
     def __init__(self) -> None:
         self._orders: LRUCache[Sequence[int]] = LRUCache(_KEPT_TURNS, _MOST_BYTES)
 
     def remember(self, own: bytes, sent: bytes, permutation: Sequence[int]) -> None:
-        """Note that the message `own` was sent as `sent`. A client may have either in its history."""
+        """Note that message `own` was sent as `sent`: a client's history may have either."""
         self._put(own, permutation)
         if sent != own:
             self._put(sent, range(len(permutation)))
@@ -96,7 +96,7 @@ class SentTurns:
 
 
 class TurnKeys:
-    """Digests of a message with its documents in any order, from their `keys` and the texts `around` them."""
+    """Digests of a message for any order of its documents, from their `keys` and the texts `around`."""
 
     def __init__(self, scope: bytes, around: Sequence[str], keys: Sequence[str]) -> None:
         self._around = digest_of(scope, *around)

@@ -33,7 +33,7 @@ class Measured(Protocol):
         """Seconds of a batch, as the layers are placed."""
 
     def retrieval_s(self, partitions: int) -> float | None:
-        """Return the seconds of a retrieval with these resident partitions, or None if there is no memory for them."""
+        """Return a retrieval's seconds with these resident partitions, or None without memory for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ class PlacementGrid:
 
 
 class Journal:
-    """What has been measured so far, in a file that a later run goes on with. A file of JSON lines: the identity of the
-    measurement, then a sample a line. Raises ValueError for a file of another measurement."""
+    """What has been measured so far, for a later run to go on with. A file of JSON lines: the measurement's identity,
+    then a sample a line. Raises ValueError for a file of another measurement."""
 
     def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
         self.path = path
@@ -109,8 +109,8 @@ class Journal:
         self._found[repeat, sample.setting] = sample
 
     def expected_s(self, batch: int, place: _Place) -> float:
-        """Return the seconds of a batch by the largest measured one up to it, in proportion: at this place, or else at
-        the slowest one. 0 without any."""
+        """Return a batch's seconds in proportion to the largest measured one up to it, at this place or else the
+        slowest; 0 without any."""
         known = [each for each in self._found.values() if isinstance(each, GenerationSample) and each.batch <= batch]
         here = [each for each in known if (each.device_layers, each.host_layers) == place] or known
         largest = max((each.batch for each in here), default=0)

@@ -128,7 +128,7 @@ class PlacedEngine:
         return seconds
 
     def _measure_steps(self, batch: int, limit_s: float, progress: Progress) -> Curve:
-        """Return the bytes that a prefill takes at its peak, by its tokens, as far as `limit_s` reaches."""
+        """Return a prefill's peak bytes by its tokens, for at most about `limit_s`."""
         points: list[tuple[int, int]] = []
         largest = min(self.step_tokens, batch * self.workload.prompt_tokens)
         steps = [*(each for each in _STEPS if each < largest), largest]
@@ -188,7 +188,7 @@ class PlacedIndex:
 
 
 class PlacedSystem:
-    """Both, or the model alone: what `measure_placement` measures. To be closed."""
+    """A `PlacedEngine` with or without a `PlacedIndex`, for `measure_placement`. To be closed."""
 
     def __init__(
         self,

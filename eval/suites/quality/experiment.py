@@ -185,7 +185,6 @@ class Quality(Experiment):
 
 
 def _why_not_measured(records: Sequence[Record], checks: Sequence[Mapping[str, Any]]) -> str | None:
-    """The reason why nothing is known about quality, if there is one."""
     verdicts = [check for check in checks if check["name"] == "quality-verdict"]
     if any(verdict["measured"] for verdict in verdicts):
         return None

@@ -21,7 +21,7 @@ DatasetName = Literal["corpus", "hotpotqa", "musique", "2wikimultihopqa"]
 TOP_K = 5
 """Documents a question of a corpus."""
 ANSWERS = "answers.jsonl"
-"""The file beside the results in which engines in this process keep their answers."""
+"""The file of answers beside the results."""
 
 Line = dict[str, Any]
 Done = Callable[[Mapping[str, Any], str], bool]
@@ -126,8 +126,7 @@ class AnswererSpec(BaseModel):
 class QualityBench:
     """Questions, an engine, and orders of documents (see `Order`). In a `dry_run` a stub gives the accepted answer,
     then none. Raises QualityError. `suite`, `suite_cell` (None: the specifications) and `session` are written into the
-    results. `answers` is the file in which an engine in this process keeps what it has answered, so that an interrupted
-    run goes on."""
+    results. `answers`: the file in which an engine in this process keeps its answers, so an interrupted run goes on."""
 
     questions: QuestionsSpec
     engine: AnswererSpec = field(default_factory=AnswererSpec)
@@ -152,7 +151,7 @@ class QualityBench:
 
     @property
     def cells(self) -> list[Line]:
-        """The cells of the results: in a dry run one with the accepted answers, and one with none."""
+        """In a dry run one with the accepted answers, and one with none."""
         cell = self._cell() if self.suite_cell is None else dict(self.suite_cell)
         return [cell | {"answers": each} for each in ("accepted", "empty")] if self.dry_run else [cell]
 

@@ -1,4 +1,4 @@
-"""The command `ragorder plan`: a large batch in shards."""
+"""The command `ragorder plan`."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ class PlanError(RagorderError, click.ClickException): ...
 
 
 class PlanFolder:
-    """`manifest.json` and `shard-00000.jsonl`, … of a plan; in `.plan` what is needed until it is finished.
+    """`manifest.json` and `shard-00000.jsonl`, … of a plan; `.plan` has what is needed until it is finished.
 
-    `state` is what has been finished, by stage. A file has another name until it is whole.
+    `state` says which stages are finished. A file has another name until it is whole.
     """
 
     def __init__(self, path: Path) -> None:

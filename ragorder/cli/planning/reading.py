@@ -22,7 +22,7 @@ from ragorder.common.request_lines import UnreadFields
 from ragorder.trie.shards import ShardRequest
 
 Progress = Callable[[str, int], Callable[[], None]]
-"""A function from a label and a number of steps to a function that is called after each step."""
+"""Returns, for a label and a number of steps, a function to call after each step."""
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ def read_input(
 
 
 def needed_bytes(source: IO[bytes], document_tokens: int) -> int:
-    """Estimate the bytes that a plan takes on the disk from the first requests; 0 for a pipe."""
+    """Estimate a plan's bytes on the disk from the first requests; 0 for a pipe."""
     try:
         known = stat.S_ISREG(os.fstat(source.fileno()).st_mode)
     except (OSError, AttributeError):

@@ -32,7 +32,7 @@ class RequestDocument(NamedTuple):
 class RequestToOrder:
     """A request with its number in the input, and the fields that its order repeats (`echo`).
 
-    Requests share nothing if tenants or lengths of prefixes differ (`scope`).
+    Requests of different `scope` (tenant and prefix length) share nothing.
     """
 
     index: int

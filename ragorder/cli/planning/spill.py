@@ -58,10 +58,7 @@ class Spill:
 
 
 class SpillWriter:
-    """Writes requests into several spills, piece by piece: there may be more than files may be open.
-
-    On exit they are on the disk.
-    """
+    """Writes requests into several spills, even more than files may be open. On exit they are on the disk."""
 
     def __init__(self, spills: Sequence[Spill]) -> None:
         self.written_bytes = 0

@@ -85,7 +85,7 @@ def _line(index: int, text: bytes, planned: PlannedRequest) -> dict[str, Any]:
 
 
 def _end_with_parent() -> None:
-    """End at once if the parent process was killed: its successor plans this shard again."""
+    """End at once if the parent was killed: its successor plans this shard again."""
     parent = parent_process()
     if parent is not None:
         parent.join()
