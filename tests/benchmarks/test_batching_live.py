@@ -17,7 +17,9 @@ from support.suites import page_of, run_suites
 
 from ragorder.benchmarks.doll.batching_live.cells import POLICIES, BatchingLiveCell
 from ragorder.benchmarks.doll.batching_live.parts import LiveParts
-from ragorder.benchmarks.doll.batching_live.serving import serve_live
+from ragorder.benchmarks.doll.batching_live.serving import rate_at, serial_size, serve_live
+from ragorder.eval.data.arrivals import Arrivals
+from ragorder.eval.running.cells import SuiteError
 from ragorder.pipelining.placement.costs import Footprint
 from ragorder.pipelining.placement.plan import plan_placement
 
@@ -62,6 +64,24 @@ def test_each_system_answers_every_request_from_its_streamed_layers(policy: str,
     else:
         assert all(moment["device"] + moment["host"] + moment["disk"] == CELL.layers for moment in facts["trace"])
         assert len({moment["most"] for moment in facts["trace"]}) > 1
+
+
+def test_serial_batches_are_four_minutes_requests_at_most_so_many() -> None:
+    steps = Arrivals.parse("steps:4@20m,16@20m").steps
+    assert [rate_at(steps, at_s) for at_s in (0, 1199, 1200, 9999)] == [4, 4, 16, 16]
+    assert [serial_size(100, rate, 56, last=False) for rate in (0, 4, 16)] == [1, 16, 56]
+
+
+def test_serial_batches_wait_until_they_are_full_or_no_other_comes() -> None:
+    assert [serial_size(waiting, 1, 56, last=False) for waiting in (1, 3, 4, 9)] == [0, 0, 4, 4]
+    assert serial_size(3, 1, 56, last=True) == 3
+
+
+def test_arrivals_come_in_steps() -> None:
+    with pytest.raises(SuiteError, match="arrivals come in steps"):
+        BatchingLiveCell.read({"steps": "poisson:2"}, "mine")
+    with pytest.raises(SuiteError, match="is no step"):
+        BatchingLiveCell.read({"steps": "steps:4"}, "mine")
 
 
 def test_the_memory_is_that_of_the_serial_system(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = ROOT / "docs" / "claims.toml"
 
 _NUMBER = re.compile(r"(?<![\w.,])([−-]?)(\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?!\w)")
-KINDS = ("measured", "simulated", "simulated with fitted costs", "simulated with guessed costs")
+KINDS = ("measured", "simulated", "simulated with guessed costs")
 _UNDECIDED = ("no difference", "not decided")
 
 
@@ -226,7 +226,7 @@ and names those that differ; `make test` holds every number of the README to thi
 `PYTHONPATH=tests python -m support.claims --write` renders it.
 
 *Measured*: with a real engine or real parts. *Simulated*: cached tokens of a simulated cache or fleet, exact for its
-model. *Fitted* or *guessed costs*: times of a simulation whose costs were fitted to a paper's figure, or guessed.
+model. *Guessed costs*: times of a simulation whose costs were guessed.
 
 Intervals are 95 % intervals of the paired difference, requests in blocks, within seeds, or over seeds where the page
 says so: they speak of traces like these on this machine. *Not decided*, or *no difference*: the interval has zero in

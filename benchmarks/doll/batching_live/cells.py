@@ -6,9 +6,15 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
-from ragorder.benchmarks.doll.batching.settings import checked_steps
 from ragorder.eval.data.arrivals import Arrivals
 from ragorder.eval.running.cells import SuiteCell
+
+
+def _checked_steps(text: str) -> str:
+    if not text.startswith("steps:"):
+        raise ValueError(f"arrivals come in steps, such as steps:4@10m,8@10m, got {text!r}")
+    Arrivals.parse(text)
+    return text
 
 
 class BatchingLiveCell(SuiteCell):
@@ -20,7 +26,7 @@ class BatchingLiveCell(SuiteCell):
     needs all of 32 `partitions`, or the nearest sixteenth of 512 "lists" that are read one by one.
     """
 
-    steps: Annotated[str, AfterValidator(checked_steps)] = "steps:4@10m,8@10m,12@10m,16@10m"
+    steps: Annotated[str, AfterValidator(_checked_steps)] = "steps:4@10m,8@10m,12@10m,16@10m"
     scale: float = Field(60.0, gt=0)
     step_s: float = Field(6.9, gt=0)
     pass_s: float = Field(303.0, gt=0)

@@ -16,8 +16,6 @@ from ragorder.adapters.batching import BatchingMetrics, ordered_batches
 from ragorder.adapters.embedded import EmbeddedStreams
 from ragorder.adapters.embedded.load import LoadFollower
 from ragorder.adapters.openai.prompts import OrderedPrompts, Question
-from ragorder.benchmarks.doll.batching.generation import RateSizes
-from ragorder.benchmarks.doll.batching.serving import rates
 from ragorder.benchmarks.doll.batching_live.cells import POLICIES, LiveSystem
 from ragorder.benchmarks.doll.batching_live.parts import (
     ANSWER_TOKENS,
@@ -29,6 +27,7 @@ from ragorder.benchmarks.doll.batching_live.parts import (
     TimedEngine,
 )
 from ragorder.document import Document
+from ragorder.eval.data.arrivals import ArrivalStep
 from ragorder.pipelining.batching import BacklogAware, DecoupledServer, RequestTrace
 from ragorder.pipelining.placement.plan import plan_placement
 from ragorder.pipelining.placement.replan import Replanner
@@ -230,14 +229,13 @@ class _Task:
 async def _serial(served: _Served, most: int, expected: int) -> AsyncIterator[Run]:
     """Static batches of four minutes' requests, at most `most`: searched for, then generated, by rank."""
     cell, waiting = served.parts.cell, deque[_Task]()
-    rate = rates(cell.arrivals.steps)
-    sizes = RateSizes(lambda now_s: rate(now_s * cell.scale), most)
+    steps = cell.arrivals.steps
     serving: asyncio.Task[None] | None = None
 
     async def serve() -> None:
         while waiting:
-            now_s = time.perf_counter() - served.start_s
-            size = sizes.next(len(waiting), now_s, last=not expected)
+            now_s = cell.scale * (time.perf_counter() - served.start_s)
+            size = serial_size(len(waiting), rate_at(steps, now_s), most, last=not expected)
             if not size:
                 return
             await _serve_batch(served, [waiting.popleft() for _ in range(size)])
@@ -252,6 +250,22 @@ async def _serial(served: _Served, most: int, expected: int) -> AsyncIterator[Ru
         return await task.ended
 
     yield run
+
+
+def rate_at(steps: Sequence[ArrivalStep], now_s: float) -> float:
+    """Requests a minute at a time; after the last step as in it."""
+    for step in steps:
+        now_s -= step.seconds
+        if now_s < 0:
+            break
+    return 60 * step.requests / step.seconds
+
+
+def serial_size(waiting: int, rate: float, most: int, *, last: bool) -> int:
+    """How many of the waiting requests are the next batch: four minutes' requests (RAGDoll section 6.1), at most
+    `most`. 0: wait for others, unless no other will come (`last`)."""
+    size = min(most, max(1, round(4 * rate)))
+    return min(waiting, size) if last or waiting >= size else 0
 
 
 async def _serve_batch(served: _Served, batch: Sequence[_Task]) -> None:
