@@ -13,13 +13,13 @@ from support.suites import run_suites
 pytest.importorskip("torch")
 pytest.importorskip("scipy")
 
-from ragorder.benchmarks.fusion.fusion.cells import SHIPPED, checkpoint
-from ragorder.benchmarks.fusion.fusion.task import VALUES, ChainModel
 from ragorder.benchmarks.fusion.quality_positions.experiment import (
     QualityPositions,
     make_part,
 )
 from ragorder.benchmarks.fusion.quality_positions.measuring import Answers, Stream, Task, draw_stream, order_stream
+from ragorder.benchmarks.fusion.toy.task import VALUES, ChainModel
+from ragorder.benchmarks.fusion.toy.weights import SHIPPED, checkpoint
 from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.reading import read_results
 from ragorder.eval.running.suite import load_suites, read_suite
@@ -106,7 +106,7 @@ class TestOrders:
 class TestAnswers:
     @pytest.fixture(scope="class")
     def model(self) -> ChainModel:
-        return ChainModel.load(checkpoint(SHIPPED, 2, 0))
+        return ChainModel.load(checkpoint(SHIPPED, 0))
 
     def test_a_link_is_followed_to_what_stands_in_front_of_it_alone(self, model: ChainModel) -> None:
         stream = draw_stream(30, "definition first", 8, seed=5)
@@ -138,6 +138,7 @@ class TestTheSuite:
         assert len(results.of(QualityPositions.record, "quality-positions")) == 9
         # No model was trained with this seed.
         assert {each.policy for each in results.unavailable} == {"seed 7"}
+        assert all("ragorder eval run toy-training --seeds 7" in each.reason for each in results.unavailable)
         part = make_part(load_suites()["quality-positions"], results)
         assert [table.title.partition(":")[0] for table in part.tables] == [
             *("Right answers", "By place"),

@@ -246,6 +246,27 @@ class TestRounds:
             chosen.append(set(anew[-1]))
         assert chosen[0] < chosen[1]
 
+    def test_the_second_adds_what_the_tokens_of_the_first_attend_to_most(
+        self, fusing: Make, anew: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = fusing()
+        warm(engine, [A], [B])
+        scorer = scheduler_of(engine)._fuser._scorer
+        attending, seen = scorer.attending, []
+
+        def watched(inputs: Any, chosen: Any, most_tokens: int) -> Any:
+            attention = yield from attending(inputs, chosen, most_tokens)
+            seen.append((chosen.tolist(), attention.tolist()))
+            return attention
+
+        monkeypatch.setattr(scorer, "attending", watched)
+        engine.generate([prompt_of(SYSTEM, [B, A], QUESTION, fusion=Fusion(0.5, "query", rounds=2))])
+        [(first, attention)] = seen
+        begin, budget = len(SYSTEM) + len(B), round(0.5 * len(A))
+        others = sorted({*range(begin, begin + len(A))} - {*first}, key=attention.__getitem__, reverse=True)
+        assert len(first) == budget // 2
+        assert anew[-1] == sorted([*first, *others[: budget - len(first)]])
+
 
 class TestSelecting:
     @pytest.mark.parametrize(

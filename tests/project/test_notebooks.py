@@ -146,25 +146,29 @@ class TestReadingTheCache:
 
 
 @pytest.mark.slow
-class TestFusionAndWorkflow:
-    """Both in one run, to save starting one."""
+class TestFusion:
+    def test_runs_and_is_nearer_to_the_exact_token_with_more_recomputed(
+        self, smollm2_folder: Path, execute: Any
+    ) -> None:
+        shown = execute("04_fusion.ipynb")
+        assert shown["curves-plot"] == "<png>"
+        [row] = [line for line in shown["curves"].splitlines() if "two rounds" in line]
+        nothing, *_, most = map(float, re.findall(r"\d+\.\d{3}", row))
+        assert most < nothing
+        reused, full_reuse = (_numbers(shown["engine"], name)[2:] for name in ("two rounds, 30 %", "full reuse"))
+        assert full_reuse == [reused[0], 0] and reused[1] == round(0.3 * reused[0])
 
+
+@pytest.mark.slow
+class TestWorkflow:
     @pytest.fixture(scope="class")
     def needed(self) -> None:
         for package in ("torch", "transformers", "faiss"):
             pytest.importorskip(package)
 
-    def test_run_and_answer_from_copies_and_ahead_of_need_the_same(self, needed: None, execute: Any) -> None:
-        shown = execute("04_fusion.ipynb", "05_workflow.ipynb")
-        assert shown["curves-plot"] == shown["trace"] == "<png>"
-        right = {
-            way: float(re.findall(r"[01]\.\d\d", line)[0])
-            for way in ("full attention", "full reuse", "FusionRAG")
-            for line in shown["curves"].splitlines()
-            if way in line
-        }
-        assert right["full reuse"] < 0.2 and min(right["full attention"], right["FusionRAG"]) > 0.9
-        assert _numbers(shown["engine"], "fused, 0 %")[0] < 5 and _numbers(shown["engine"], "fused, 5 %")[0] > 15
+    def test_runs_and_answers_ahead_of_need_the_same(self, needed: None, execute: Any) -> None:
+        shown = execute("05_workflow.ipynb")
+        assert shown["trace"] == "<png>"
         assert set(ast.literal_eval(shown["same"])) == {True}
         # The number of speculative pieces depends on times.
         assert _numbers(shown["compare"], "stage by stage")[1] == 0 <= _numbers(shown["compare"], "with all")[1]

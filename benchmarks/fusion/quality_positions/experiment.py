@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
 from pydantic import Field
 
-from ragorder.benchmarks.fusion.fusion.cells import CORPUS_DOCUMENTS, OfTrainedModels
-from ragorder.benchmarks.fusion.fusion.report import TOY
+from ragorder.benchmarks.fusion.toy.weights import SHIPPED, checkpoint
 from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.lines import draw_table
@@ -21,28 +21,31 @@ from ragorder.eval.report.words import change_words, format_number, policy_words
 from ragorder.eval.running.cells import SuiteCell, SuiteError
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
-from ragorder.eval.running.suite import Job, Line, Suite
+from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 from ragorder.eval.suites.quality.compare import mcnemar_exact
 from ragorder.eval.suites.quality.orders import Order, QualityError
 
 
 class PositionsCell(SuiteCell):
     """`requests` of a `task` with `documents` each (the models were trained with up to 16), ordered for a
-    prefix cache of `capacity_tokens`. `models` is a folder of suite fusion-training, instead of the models that come
-    with ragorder."""
+    prefix cache of `capacity_tokens`. `models` is a folder of suite toy-training, instead of the models that come with
+    ragorder."""
 
     task: Literal["look-up", "definition first", "link first"] = "look-up"
-    documents: int = Field(8, ge=2, le=CORPUS_DOCUMENTS)
+    documents: int = Field(8, ge=2, le=24)
     requests: int = Field(500, ge=1)
     capacity_tokens: int | None = Field(65_536, ge=1)
     models: str | None = None
+
+    def weights(self, seed: int) -> Path:
+        return checkpoint(Path(self.models) if self.models else SHIPPED, seed)
 
 
 _STREAM_SEED = 2_000
 """Requests of seed 0; no model was trained with it."""
 
 
-class QualityPositions(OfTrainedModels):
+class QualityPositions(Experiment):
     """Columns, by request: whether the answer is `right`; the `rank` and the `place` (from 0) of the document that the
     question names, and for chains `other_place`, of the one that this refers to; the mean number of places that its
     documents moved; cached and prompt tokens, of a simulated engine."""
@@ -64,22 +67,30 @@ class QualityPositions(OfTrainedModels):
             if order.fused or order.state_ranking:
                 raise SuiteError(f"{where}: {policy!r}: the model reads documents alone, and all of them again")
 
-    @staticmethod
-    def hops_of(cell: PositionsCell) -> None:
-        return None
+    def plan(self, suite: Suite) -> Iterator[Job | Missing]:
+        for cell in suite.cells:
+            for seed in self.options.seeds:
+                if not (path := cell.weights(seed)).is_file():
+                    train = f"ragorder eval run toy-training --seeds {seed} -o DIR"
+                    why = f"no model of seed {seed} in {path.parent}: {train}, then --set models=DIR"
+                    yield Missing(suite.name, cell.fields, f"seed {seed}", why)
+        yield from super().plan(suite)
+
+    def seeds(self, cell: PositionsCell) -> Sequence[int]:
+        return [seed for seed in super().seeds(cell) if cell.weights(seed).is_file()]
 
     def obstacle(self, suite: Suite, cell: PositionsCell, policy: str) -> str | None:
         return lacks_torch() or super().obstacle(suite, cell, policy)
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
-        from ragorder.benchmarks.fusion.fusion.task import ChainModel
         from ragorder.benchmarks.fusion.quality_positions.measuring import Answers, draw_stream, order_stream, rows_of
+        from ragorder.benchmarks.fusion.toy.task import ChainModel
         from ragorder.benchmarks.kernels.embedded.models import threads
 
         cell: PositionsCell = job.cell
         with threads(1):
             stream = draw_stream(job.requests, cell.task, cell.documents, _STREAM_SEED + job.seed)
-            answers = Answers(ChainModel.load(self.model_of(cell, job.seed)), stream)
+            answers = Answers(ChainModel.load(cell.weights(job.seed)), stream)
             for policy in job.policies:
                 orders = order_stream(stream, policy, cell.capacity_tokens, job.seed)
                 rows = rows_of(stream, orders, answers, advance)
@@ -195,6 +206,11 @@ _EACH = (
     "%: exact match by the place of the document that the question names, from the front, with Wilson's 95 % interval "
     "and the number of questions. Questions differ from place to place: retrieval puts the popular ones in front."
 )
+_TOY = (
+    "What this cannot show: the model is a toy (0.25 million parameters, lines of three tokens), trained for this task "
+    "alone. It has no prose, no knowledge of the world, no attention sinks and no long documents. It shows which moves "
+    "can change an answer, and how often each order makes them; a real model has a taste of its own."
+)
 _CHAINS = "The model has learnt to follow links to what stands in front of them: this is the toy's own, and total."
 
 
@@ -204,7 +220,7 @@ def make_part(suite: Suite, results: Results) -> Part:
     axes = "place of the document that the question names", "exact match, %"
     return Part(
         tables,
-        words=[TOY] if groups else [],
+        words=[_TOY] if groups else [],
         pictures=lambda: [draw_table(_placed(group), *axes, rows=_PICTURED) for group in groups],
     )
 

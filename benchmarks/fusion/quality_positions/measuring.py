@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ragorder import Lengths
-from ragorder.benchmarks.fusion.fusion.task import ASK, BOS, ChainModel, Level, compute_prompts, draw_corpora
+from ragorder.benchmarks.fusion.toy.task import ASK, BOS, ChainModel, draw_corpora, hidden_states
 from ragorder.document import Document
 from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.engines.prompts import NumberedPrompts
@@ -68,9 +68,9 @@ def _document(corpus: int, number: int) -> Document:
 def draw_stream(count: int, task: Task, documents: int, seed: int) -> Stream:
     """Draw `count` requests by popularities (Zipf); the documents that a question needs are among its own."""
     generator = torch.Generator().manual_seed(seed)
-    corpora = draw_corpora(CORPORA, Level(2, documents), generator, documents=DOCUMENTS, topic=SOURCE)
+    corpora = draw_corpora(CORPORA, DOCUMENTS, generator, topic=SOURCE)
     chains, random = corpora.chains, Random(seed)
-    links = chains.heads.shape[1]
+    links = chains.names.shape[1]
     # The first links, and documents, of all corpora are no likelier than others.
     questions = [random.sample(range(links), links) for _ in range(CORPORA)]
     popular = [random.sample(range(DOCUMENTS), DOCUMENTS) for _ in range(CORPORA)]
@@ -78,9 +78,9 @@ def draw_stream(count: int, task: Task, documents: int, seed: int) -> Stream:
     for _ in range(count):
         (corpus,) = random.choices(range(CORPORA), _zipf(CORPORA))
         (link,) = random.choices(questions[corpus], _zipf(links))
-        referring, defining, _ = chains.documents[corpus, link].tolist()
+        referring, defining = chains.documents[corpus, link].tolist()
         gold = (defining,) if task == "look-up" else (referring, defining)
-        names = chains.ends if task == "look-up" else chains.heads
+        names = chains.aliases if task == "look-up" else chains.names
         own = Random(f"{seed} {corpus} {link}")
         scores = [
             _GOLD * (number in gold)
@@ -162,7 +162,7 @@ class Answers:
             prompts = torch.stack([self._prompt(*key) for key in new])
             several = max(1, _BATCH_TOKENS // prompts.shape[1])
             for keys, batch in zip(_parts(new, several), prompts.split(several), strict=True):
-                logits = self.model.logits(compute_prompts(self.model, batch).hidden[:, -1])
+                logits = self.model.logits(hidden_states(self.model, batch)[0][:, -1])
                 self._kept.update(zip(keys, logits.argmax(-1).tolist(), strict=True))
         return [self._kept[key] for key in asked]
 

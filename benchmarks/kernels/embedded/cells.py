@@ -22,7 +22,7 @@ BLOCKING = ", blocking loads"
 """An arm's end: the engine waits for each request's loads."""
 
 HALF = ", half of the documents exact"
-"""An arm's end: what ordering brings (`eval run fusion-quality` has the answers)."""
+"""An arm's end: what ordering brings."""
 
 EXACTLY = ", exact request"
 """An arm's end: it asks for no more than a prefix cache has."""

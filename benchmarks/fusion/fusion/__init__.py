@@ -1,1 +1,0 @@
-"""Answers from reused KV of documents: suites fusion-quality, -preprocessing, -seconds and -training."""
