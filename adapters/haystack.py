@@ -231,10 +231,12 @@ class CacheOrderChatPromptBuilder:
 
 @component
 class CacheOrderFeedback:
-    """Component that reports the first reply to the orderer, and returns the next turn's history.
+    """Component that reports a reply to the orderer, and returns the next turn's history.
 
-    pipeline.connect("llm.replies", "feedback.replies")
-    pipeline.connect("prompt.turn", "feedback.turn")
+        pipeline.connect("llm.replies", "feedback.replies")
+        pipeline.connect("prompt.turn", "feedback.turn")
+
+    Of several replies the first one counts.
     """
 
     @component.output_types(history=list[ChatMessage], replies=list[ChatMessage])

@@ -12,8 +12,10 @@ C = TypeVar("C")
 class Registry(Generic[P]):
     """Policies of one kind, registered by their modules.
 
-    @tails.register("prefix", "only the cached prefix moves")
-    class RankTail(Tail): ...
+        @tails.register("prefix", "only the cached prefix moves")
+        class RankTail(Tail): ...
+
+    A new policy is one new class.
     """
 
     def __init__(self, kind: str) -> None:

@@ -24,7 +24,9 @@ class SpanTracer:
 class Tracing(SpanTracer):
     """Watcher that makes a span `ragorder.order` and, linked to it, `ragorder.settle` with the engine's report.
 
-    orderer = ObservedOrderer(orderer, [Tracing()])
+        orderer = ObservedOrderer(orderer, [Tracing()])
+
+    `tracer` as for `SpanTracer`.
     """
 
     def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
