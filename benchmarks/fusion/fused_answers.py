@@ -79,6 +79,7 @@ WAYS: Mapping[str, Way] = {
     REUSE: Way(Fusion(), shares=(0.0,)),
     PLAIN: Way(Fusion()),
     "FusionRAG": Way(Fusion(), more=(0.0,), preprocessed=True),
+    "FusionRAG, two rounds": Way(Fusion(rounds=2), preprocessed=True),
     "CacheBlend": Way(Fusion(select="deviation")),
     "EPIC": Way(Fusion(select="head")),
     "random": Way(Fusion(select="random")),
