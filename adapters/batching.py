@@ -66,7 +66,9 @@ def ordered_batches(
 
     def lengths(question: Question, documents: Sequence[Document]) -> CachedLengths:
         cached, end = orderer.predict_cached_tokens(documents, scope=question.scope)
-        return CachedLengths(cached, end + suffix_tokens(question) - cached)
+        # All have the system prompt cached: counting it would let short prompts overtake long ones for nothing.
+        of_documents = max(0, cached - orderer.settings.prefix_tokens)
+        return CachedLengths(of_documents, end + suffix_tokens(question) - cached)
 
     server: DecoupledServer[Question, Document, PromptRequest] = DecoupledServer(
         retrieval,

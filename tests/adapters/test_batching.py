@@ -83,6 +83,25 @@ async def test_documents_are_ordered_for_those_that_wait_and_nothing_else_change
     assert len(by_set) == 8 and all(len(found) == 1 for found in by_set.values())
 
 
+async def test_a_short_prompt_overtakes_no_long_one_when_none_has_documents_in_the_cache() -> None:
+    """All of them have the system prompt cached: it is no reason to go first."""
+    texts = [Document(f"own {number}", f"of document {number} " * (40 - 3 * number)) for number in range(12)]
+
+    async def own(question: Question) -> list[Document]:
+        return [texts[int(question.query.split()[-1])]]
+
+    engine, builder = NotedEngine(), PromptBuilder("Answer from the documents. " * 20)
+    async with ordered_batches(
+        engine,
+        plain_retrieval(own),
+        orderer=Orderer(capacity_tokens=100_000, prefix_tokens=builder.prefix_tokens),
+        builder=builder,
+        batching=AllWaiting(1),
+    ) as server:
+        await asyncio.gather(*(server.run(question) for question in asked(12)))
+    assert [int(str(request.messages).split("What of ")[1].split("'")[0]) for request in engine.sent] == list(range(12))
+
+
 async def test_a_batch_s_kv_is_counted_once_per_shared_document() -> None:
     builder = PromptBuilder()
     tokens = builder.document_tokens(DOCUMENTS[0])
