@@ -323,7 +323,7 @@ class KnowledgeCache:
         self.pool.move(layer, to_host=to_host)
 
     def replace_device(self, blocks: int) -> None:
-        """Move the device's KV down a tier, and replace the pool. Raises MemoryError, and ValueError while leases exist."""
+        """Move the device's KV down a tier, and replace the pool. Raises MemoryError; ValueError while leases exist."""
         self._sizes.replace_device(blocks)
 
     def forget_device(self) -> None:
