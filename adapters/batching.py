@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ragorder import Document, PromptBuilder
 from ragorder.adapters.metrics import PrometheusMetrics
-from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm, PromptRequest, Question
+from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm, PromptRequest, Question, predict_lengths
 from ragorder.common.lru_cache import LRUCache
 from ragorder.document import content_key
 from ragorder.orderer import OrdererLike
@@ -65,10 +65,7 @@ def ordered_batches(
         return made.answer_length.suffix_tokens(question_tokens(question), default if limit is None else limit, default)
 
     def lengths(question: Question, documents: Sequence[Document]) -> CachedLengths:
-        cached, end = orderer.predict_cached_tokens(documents, scope=question.scope)
-        # All have the system prompt cached: counting it would let short prompts overtake long ones for nothing.
-        of_documents = max(0, cached - orderer.settings.prefix_tokens)
-        return CachedLengths(of_documents, end + suffix_tokens(question) - cached)
+        return predict_lengths(orderer, documents, question.scope, suffix_tokens(question))
 
     server: DecoupledServer[Question, Document, PromptRequest] = DecoupledServer(
         retrieval,

@@ -21,14 +21,18 @@ _logger = logging.getLogger("ragorder")
 
 
 class CachedLengths(NamedTuple):
-    """Prompt tokens in the engine's cache, and tokens to compute."""
+    """Prompt tokens in the engine's cache, tokens to compute, and tokens before the documents.
+
+    All requests share what is before the documents: counted as cached, it would let short prompts overtake long ones.
+    """
 
     cached_tokens: float
     computed_tokens: float
+    prefix_tokens: float = 0
 
     @property
     def priority(self) -> float:
-        return self.cached_tokens / max(1.0, self.computed_tokens)
+        return max(0.0, self.cached_tokens - self.prefix_tokens) / max(1.0, self.computed_tokens)
 
 
 class QueueFullError(RagorderError): ...
@@ -46,7 +50,7 @@ class Ticket(Generic[T]):
 
 
 class CacheAwareQueue(Generic[T]):
-    """Takes the item with the largest cached / computed length next, of equal ones the oldest.
+    """Takes the item with the largest cached / computed length of its documents next, of equal ones the oldest.
 
         queue = CacheAwareQueue(window=32)
         queue.enter("question", lambda: CachedLengths(96, 40))

@@ -45,7 +45,7 @@ class BestReplica(Generic[K]):
         least = min(state.in_flight for state in replicas.values())
 
         def cost(replica: K) -> tuple[float, int, float]:
-            (cached_tokens, computed_tokens), in_flight = replicas[replica]
+            (cached_tokens, computed_tokens, _), in_flight = replicas[replica]
             prompt = max(1.0, cached_tokens + computed_tokens)
             work = max(0.0, done[replica] - mean) / (mean + _FEW * prompt)
             return _BUSY * (in_flight - least) + work - cached_tokens / prompt, in_flight, done[replica]

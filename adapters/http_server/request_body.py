@@ -66,8 +66,8 @@ class ClientGoneError(RagorderError):
 
 
 class RequestBody:
-    """Body of at most `limit` bytes, decoded from `encoding`; `share` counts the bytes kept. A client that takes over
-    `client_s` seconds for 256 KiB gets a 408."""
+    """Body of at most `limit` bytes, decoded from `encoding`; `share` counts the bytes kept. A client that needs more
+    than `client_s` seconds for 256 KiB gets a 408."""
 
     def __init__(
         self,

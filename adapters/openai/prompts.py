@@ -97,7 +97,8 @@ def predict_lengths(
     orderer: OrdererLike, documents: Sequence[Document], scope: Hashable, question_tokens: int
 ) -> CachedLengths:
     cached_tokens, documents_end = orderer.predict_cached_tokens(documents, scope=scope)
-    return CachedLengths(cached_tokens, documents_end + question_tokens - cached_tokens)
+    computed_tokens = documents_end + question_tokens - cached_tokens
+    return CachedLengths(cached_tokens, computed_tokens, orderer.settings.prefix_tokens)
 
 
 class OrderedPrompts:

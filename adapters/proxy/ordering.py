@@ -225,7 +225,8 @@ class RequestOrderer:
             lengths=Lengths(parsed.prefix_tokens),
             history=_history(follows),
         )
-        return CachedLengths(cached_tokens, end + (0 if follows else parsed.suffix_tokens) - cached_tokens)
+        computed_tokens = end + (0 if follows else parsed.suffix_tokens) - cached_tokens
+        return CachedLengths(cached_tokens, computed_tokens, parsed.prefix_tokens)
 
     def order(self, parsed: ParsedBody, upcoming: Sequence[ParsedBody] = ()) -> OrderedRequest:
         if parsed.left is not None:

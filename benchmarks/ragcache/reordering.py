@@ -117,7 +117,8 @@ class _Queue:
 
         def lengths() -> CachedLengths:
             cached_tokens, end = self._orderer.predict_cached_tokens(request.documents)
-            return CachedLengths(cached_tokens, end + question_tokens - cached_tokens)
+            computed_tokens = end + question_tokens - cached_tokens
+            return CachedLengths(cached_tokens, computed_tokens, self._prompts.prefix_tokens)
 
         return lengths
 

@@ -178,7 +178,7 @@ class Scheduler:
         if sequence.fusion is not None:
             copied = sum(map(mul, self._worth, self._cache.find_copies(sequence.path)))
             cached += copied * (1 - sequence.fusion.recompute)
-        return CachedLengths(cached, len(sequence.tokens) - cached)
+        return CachedLengths(cached, len(sequence.tokens) - cached, sequence.request.prefix_tokens)
 
     def _limit(self) -> int:
         if self._step_tokens < self._max_batch_tokens:

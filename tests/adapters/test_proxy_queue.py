@@ -181,6 +181,17 @@ class TestWhoseTurnItIs:
         await proxy.end("first", "plain", *names)
         assert far_end.sent == ["first", "cached 0", "cached 1", "plain", "cached 2", "cached 3", "cached 4"]
 
+    async def test_a_short_prompt_does_not_overtake_because_the_system_prompt_is_cached(
+        self, start: Callable[..., Proxy], far_end: FarEnd
+    ) -> None:
+        proxy = start()
+        system = [{"role": "system", "content": "Answer from the documents. " * 20}]
+        for name, words in (("first", 30), ("long", 90), ("short", 10)):
+            documents = [{"id": name, "text": f"of {name} " * words}]
+            await proxy.send({"model": "m", "messages": system, "ragorder": {"documents": documents, "query": name}})
+        await proxy.end("first", "long", "short")
+        assert far_end.sent == ["first", "long", "short"]
+
     async def test_another_tenants_documents_are_not_cached_for_this_one(
         self, start: Callable[..., Proxy], far_end: FarEnd, orderer: CountingOrderer
     ) -> None:

@@ -50,6 +50,14 @@ class TestTheNextTurn:
         cached = [ask([A], tokens(9, seed)) for seed in (13, 14)]
         assert served(engine, *uncached, *cached) == [2, 3, 0, 1]
 
+    def test_goes_to_no_shorter_prompt_because_the_system_prompt_is_cached(self, make: Make) -> None:
+        def asking(document: list[int]) -> Request:
+            return Request([*A, *document, 7], [len(A) + len(document)], prefix_tokens=len(A))
+
+        engine = make(max_requests=1)
+        engine.generate([asking(B)])
+        assert served(engine, asking(tokens(90, 6)), asking(tokens(9, 7))) == [0, 1]
+
     def test_is_decided_with_what_the_requests_before_have_cached(self, make: Make) -> None:
         engine = make(max_requests=1)
         requests = [ask([A], tokens(9, 5)), ask([B], tokens(9, 6)), ask([A], tokens(9, 7)), ask([B], tokens(9, 8))]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pytest
 from support.families import ROTATED, WINDOWED, family
-from support.inside import cache_of, scheduler_of, tiers_of
+from support.inside import cache_of, scorer_of, tiers_of
 from support.rings import grid, length
 from support.small_engine import BLOCK, Make, block_bytes, difference, exactly, greedy, run, tokens
 
@@ -251,7 +251,7 @@ class TestRounds:
     ) -> None:
         engine = fusing()
         warm(engine, [A], [B])
-        scorer = scheduler_of(engine)._fuser._scorer
+        scorer = scorer_of(engine)
         attending, seen = scorer.attending, []
 
         def watched(inputs: Any, chosen: Any, most_tokens: int) -> Any:
@@ -296,7 +296,7 @@ class TestSelecting:
         engine = fusing(max_batch_tokens=8)
         warm(engine, [A], [B])
         seen = []
-        scorer = scheduler_of(engine)._fuser._scorer
+        scorer = scorer_of(engine)
         attention = scorer.attention
         monkeypatch.setattr(
             scorer, "attention", lambda inputs, **options: seen.append(inputs) or attention(inputs, **options)
@@ -326,7 +326,7 @@ class TestSelecting:
         warm(engine, [A], [B])
         request = prompt_of(SYSTEM, [B, A], QUESTION, fusion=Fusion(0.3, "query", rounds=2))
         [undisturbed] = engine.generate([request])
-        scorer = scheduler_of(engine)._fuser._scorer
+        scorer = scorer_of(engine)
         forward, failures = scorer._forward, [RuntimeError(), torch.OutOfMemoryError()]
 
         class Fails:

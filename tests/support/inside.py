@@ -21,6 +21,10 @@ def scheduler_of(engine: Any) -> Any:
     return engine._scheduler
 
 
+def scorer_of(engine: Any) -> Any:
+    return engine._scheduler._fuser._scorer
+
+
 def streamer_of(engine: Any) -> Any:
     return engine._streamer
 
