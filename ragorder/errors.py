@@ -52,7 +52,7 @@ RagorderError
   CorpusError                     ragorder.common.corpus
   JSONLinesError                  ragorder.common.jsonl
   LineError                       ragorder.cli.planning.requests
-  PlanError                       ragorder.cli.planning.folder
+  PlanError                       ragorder.cli.planning.run
   ReentryError                    ragorder.common.lock
 """
 

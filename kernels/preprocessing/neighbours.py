@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import permutations
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -13,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ragorder.common.extras import needs
 from ragorder.common.jsonl import JSONLines
-from ragorder.common.request_lines import EXAMPLE, RequestLine
 from ragorder.kernels.preprocessing.encoder import TextEncoder
 from ragorder.trie.registry import Registry
 
@@ -133,33 +130,6 @@ class GivenNeighbours(Neighbours):
         for id in ids:
             known = dict.fromkeys(other for other in self._graph.get(id, ()) if other in places and other != id)
             found.append([places[other] for other in known][:count])
-        return found
-
-
-@neighbours.register("log", "most often in the same requests of a log (log:FILE, JSON lines as for `ragorder replay`)")
-class ServedTogether(Neighbours):
-    """Most requests in common; ties go to the earlier document."""
-
-    def __init__(self, requests: Iterable[Iterable[str]]) -> None:
-        self._together: dict[str, Counter[str]] = {}
-        for request in requests:
-            for one, other in permutations(dict.fromkeys(request), 2):
-                self._together.setdefault(one, Counter())[other] += 1
-
-    @classmethod
-    def from_argument(cls, argument: str | None) -> Self:
-        if not argument:
-            raise ValueError("give the log of requests: log:FILE")
-        lines = JSONLines(argument, example=EXAMPLE)
-        return cls(map(str, request.ids) for _, request in lines.read(RequestLine))
-
-    def nearest(self, ids: Sequence[str], vectors: NDArray[np.float32] | None, count: int) -> list[list[int]]:
-        places = {id: place for place, id in enumerate(ids)}
-        found: list[list[int]] = []
-        for id in ids:
-            uses = self._together.get(id, Counter[str]())
-            known = ((-times, places[other]) for other, times in uses.items() if other in places)
-            found.append([place for _, place in sorted(known)[:count]])
         return found
 
 

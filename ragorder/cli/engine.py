@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
 _MAX_WAITING = 1000
 # transformers imports these for assisted generation, detection of objects and a cloud: 170 MiB with what they import.
 _UNUSED = ("sklearn", "scipy", "boto3")
+# Under a budget: torch and oneDNN keep 1,024 compiled products each, about 4 MB for each number of tokens in a step.
+_COMPILED = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
 _RANDOM = "random"
 # Nothing listens under this name, and it is never looked up.
 _NOWHERE = "http://embedded"
@@ -208,6 +211,8 @@ def _running(
     options: Mapping[str, Any], settings: Settings, asked: Mapping[str, Any], documents: Documents, server: ProxyServer
 ) -> Iterator[tuple[Backend, _Questions | None]]:
     """`asked`: options of the corpus for questions."""
+    if options["device_bytes"] is not None:
+        os.environ.update(_COMPILED | os.environ)
     try:
         # The compiler imports triton (70 MiB), which only a GPU needs.
         with spared(*_UNUSED, *(() if has_gpu() else ("triton",))):

@@ -252,8 +252,8 @@ class TestADamagedManifest:
     [
         (["--shard", "3/2"], "write 1/4 for the first of four"),
         (["--shard", "x"], "write 1/4 for the first of four"),
-        (["--neighbours-by", "friends"], "must be one of 'embedding', 'graph', 'log', 'vectors'"),
-        (["--neighbours-by", "log:/nowhere"], "/nowhere: No such file"),
+        (["--neighbours-by", "friends"], "must be one of 'embedding', 'graph', 'vectors'"),
+        (["--neighbours-by", "graph:/nowhere"], "/nowhere: No such file"),
         (["--document-template", "{question}"], "document_template"),
         (["--model", "/nowhere"], "/nowhere"),
     ],

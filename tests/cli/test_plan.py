@@ -1,4 +1,4 @@
-"""The command `ragorder plan`: shards on the disk, which a killed run continues to the same bytes."""
+"""The command `ragorder plan`: shards on the disk, whole or not there."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import os
 import random
 import re
 import select
-import shutil
 import subprocess
 import sys
-from collections import Counter, namedtuple
+import threading
+import time
+from collections import Counter
 from contextlib import suppress
 from functools import partial
 from itertools import chain, pairwise, takewhile
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,9 @@ import pytest
 from support.commands import run_command
 
 from ragorder.cli import main
-from ragorder.cli.planning import run, workers
+from ragorder.cli.planning import run
 
 invoke = partial(run_command, main)
-Usage = namedtuple("Usage", "total used free")
 
 
 def request(number: int, **fields: Any) -> dict[str, Any]:
@@ -171,17 +172,16 @@ class TestRefusals:
         assert not (tmp_path / "plan").exists()
         assert "--out" in refusal("-")
 
-    @pytest.mark.parametrize(("source", "free"), [("requests", 1000), ("-", 10)])
-    def test_a_disk_that_is_too_small_is_said_before_the_start(
-        self, requests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, free: int
-    ) -> None:
-        """Of standard input when it was read."""
-        monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10**9, 10**9, free))
-        given = requests if source == "requests" else source
-        said = refusal(given, "--out", tmp_path / "plan", input='{"documents": ["a"]}\n')
-        assert "has 0.0 MiB free, and the plan needs about 0." in said
-        assert "make room, or name a folder on another disk" in said
-        assert source == "-" or not (tmp_path / "plan").exists()
+    def test_a_disk_without_room_is_said_and_nothing_is_left(self, requests: Path, tmp_path: Path) -> None:
+        """A process may write files of 20 KB."""
+        limited = "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000,) * 2); "
+        limited += "runpy.run_module('ragorder', run_name='__main__')"
+        command = [sys.executable, "-c", limited, "plan", str(requests), "-o", str(tmp_path / "plan"), "--workers", "1"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        said = " ".join(done.stderr.split())
+        assert done.returncode == 1
+        assert f"cannot be written to {tmp_path / 'plan'} (File too large): name a folder elsewhere" in said
+        assert not (tmp_path / "plan").exists()
 
     def test_a_shard_larger_than_the_memory_is_refused_with_the_number_that_fits(
         self, requests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -189,7 +189,6 @@ class TestRefusals:
         monkeypatch.setattr(run, "_PLANNED_BYTES", 1 << 20)
         said = refusal(requests, "--out", tmp_path / "plan", "--shards", "2", "--memory", "512MiB")
         assert "--shards 2" in said and "--memory 0.5GiB" in said and "give --shards 5 or more" in said
-        # What was read is of use.
         plan(requests, tmp_path / "plan", "--shards", "5", "--memory", "512MiB")
         assert len(rows(tmp_path / "plan")) == len(REQUESTS)
 
@@ -202,174 +201,42 @@ class TestRefusals:
         ]
         source = written(tmp_path / "uneven.jsonl", uneven)
         said = refusal(source, "--out", tmp_path / "plan", "--shards", "4", "--memory", "256MiB")
-        assert "documents, which do not fit into --memory 0.25GiB: give more --shards than 4" in said
+        assert re.search(r"--shards 4 a shard of [\d,]+ documents does not fit into --memory 0.25GiB: give", said)
         plan(source, tmp_path / "plan", "--shards", "4", "--memory", "1GiB")
         assert len(rows(tmp_path / "plan")) == len(uneven)
 
-    def test_shards_of_something_else_are_left_alone(self, requests: Path, tmp_path: Path) -> None:
-        mine = written(tmp_path / "shard-00000.jsonl", REQUESTS)
-        for option in ("--resume", "--no-resume"):
-            assert "name another folder" in refusal(requests, "--out", tmp_path, option)
-        assert len(mine.read_text("utf-8").splitlines()) == len(REQUESTS)
+    @pytest.mark.parametrize("name", ["manifest.json", "shard-00000.jsonl"])
+    def test_files_of_an_earlier_plan_stay(self, requests: Path, tmp_path: Path, name: str) -> None:
+        (tmp_path / name).write_text("mine", "utf-8")
+        assert "holds shards or a manifest: name another folder" in refusal(requests, "--out", tmp_path)
+        assert contents(tmp_path) == {name: b"mine", "requests.jsonl": requests.read_bytes()}
 
     def test_a_second_run_in_one_folder_is_refused(self, requests: Path, tmp_path: Path) -> None:
-        fcntl = pytest.importorskip("fcntl")
-        (tmp_path / "plan").mkdir()
-        with (tmp_path / "plan" / ".plan.lock").open("wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            assert "another `ragorder plan` writes to" in refusal(requests, "--out", tmp_path / "plan")
+        (tmp_path / "plan" / ".plan").mkdir(parents=True)
+        said = refusal(requests, "--out", tmp_path / "plan")
+        assert "another `ragorder plan` writes to" in said and f"delete {tmp_path / 'plan' / '.plan'}" in said
 
 
-class TestResume:
-    def test_a_finished_plan_is_left_as_it_is(self, requests: Path, tmp_path: Path) -> None:
-        said = plan(requests, tmp_path / "plan", "--shards", "2")
-        times = {path: path.stat().st_mtime_ns for path in (tmp_path / "plan").iterdir()}
-        assert plan(requests, tmp_path / "plan", "--shards", "2") == said
-        assert {path: path.stat().st_mtime_ns for path in (tmp_path / "plan").iterdir()} == times
+class TestEnded:
+    def test_a_process_that_is_killed_is_said_and_nothing_is_left(self, requests: Path, tmp_path: Path) -> None:
+        def kill_one() -> None:
+            while not (started := active_children()):
+                time.sleep(0.001)
+            started[0].kill()
 
-    @pytest.mark.parametrize(
-        ("option", "value", "said"),
-        [
-            ("--shards", "3", "was made with --shards 2, not 3: give the same, name another folder"),
-            ("--document-tokens", "9", "was made with --document-tokens 256, not 9"),
-            ("--memory", "1GiB", "was made with --memory 4294967296, not 1073741824"),
-        ],
-    )
-    def test_other_options_are_refused_by_name(
-        self, requests: Path, tmp_path: Path, option: str, value: str, said: str
-    ) -> None:
-        plan(requests, tmp_path / "plan", "--shards", "2")
-        given = {"--shards": "2", option: value}
-        assert said in refusal(requests, "--out", tmp_path / "plan", *chain(*given.items()))
-
-    def test_another_input_is_refused_and_a_new_plan_takes_its_place(self, requests: Path, tmp_path: Path) -> None:
-        plan(requests, tmp_path / "plan", "--shards", "4")
-        other = written(tmp_path / "other.jsonl", REQUESTS[:100])
-        assert "is of another input" in refusal(other, "--out", tmp_path / "plan", "--shards", "4")
-        done = invoke("plan", other, "--out", tmp_path / "plan", "--shards", "2", "--workers", "1", "--no-resume")
-        assert done.exit_code == 0, done.output
-        assert len(rows(tmp_path / "plan")) == 100
-        assert not (tmp_path / "plan" / "shard-00002.jsonl").exists()
-
-    @pytest.mark.parametrize("name", ["manifest.json", ".plan/state.json"])
-    @pytest.mark.parametrize(
-        ("content", "said"),
-        [
-            *((damaged, "cannot be read|is no manifest of") for damaged in (b"[" * 100_000, b"\xff", b"[]", b"{")),
-            (b'{"format": NaN}', "cannot be read|is no manifest of"),
-            (b'{"format": 99}', "was written by another version"),
-        ],
-        ids=lambda data: data[:9],
-    )
-    def test_a_file_that_is_damaged_or_of_another_version_is_refused_by_name(
-        self, requests: Path, tmp_path: Path, name: str, content: bytes, said: str
-    ) -> None:
-        path = tmp_path / "plan" / name
-        path.parent.mkdir(parents=True)
-        path.write_bytes(content)
-        named = tmp_path / "plan" if "version" in said else path
-        assert re.search(f"{re.escape(str(named))} ({said})", refusal(requests, "--out", tmp_path / "plan"))
-
-    @pytest.mark.parametrize("option", ["--resume", "--no-resume"])
-    def test_a_file_that_no_plan_has_written_stays(self, requests: Path, tmp_path: Path, option: str) -> None:
-        (tmp_path / "manifest.json").write_text('{"name": "mine"}', "utf-8")
-        assert "is no manifest of ragorder's: name another folder" in refusal(requests, "--out", tmp_path, option)
-        assert (tmp_path / "manifest.json").read_text("utf-8") == '{"name": "mine"}'
-
-    def test_an_input_that_would_be_replaced_stays(self, requests: Path, tmp_path: Path) -> None:
-        plan(requests, tmp_path / "plan")
-        before = contents(tmp_path / "plan")
-        shard = tmp_path / "plan" / "shard-00000.jsonl"
-        assert "the input is a shard of the plan" in refusal(shard, "--out", tmp_path / "plan", "--no-resume")
-        assert contents(tmp_path / "plan") == before
-
-    def test_a_process_that_ends_is_said_and_the_next_run_continues(
-        self, requests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        with monkeypatch.context() as broken:
-            # It takes one argument, and is given two.
-            broken.setattr(workers, "serve", os._exit)
-            said = refusal(requests, "--out", tmp_path / "plan", "--shards", "4", "--workers", "2")
-        capfd.readouterr()
-        assert "has ended (status 1)" in said and "run the same command again to continue" in said
-        plan(requests, tmp_path / "plan", "--shards", "4")
-        assert sorted(row["index"] for row in rows(tmp_path / "plan")) == list(range(len(REQUESTS)))
-
-
-KILLED = """
-import os, signal, sys
-from multiprocessing import active_children
-
-calls = 0
-
-def counted(function):
-    def call(*args, **options):
-        global calls
-        calls += 1
-        if calls == int(sys.argv[1]):
-            print(*(process.pid for process in active_children()), flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*args, **options)
-    return call
-
-os.fsync, os.replace, os.unlink = map(counted, (os.fsync, os.replace, os.unlink))
-
-from ragorder.cli import main
-
-try:
-    main(sys.argv[2:], prog_name="ragorder")
-finally:
-    print(calls)
-"""
-
-
-class TestKilled:
-    """At a place where a run has changed something on the disk, or is about to."""
-
-    @pytest.fixture(scope="class")
-    def reference(self, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes], int]:
-        """The input, the files of a run that nothing has interrupted, and its places."""
-        folder = tmp_path_factory.mktemp("killed")
-        source = written(folder / "requests.jsonl", REQUESTS)
-        done = self.run(0, source, folder / "plan")
-        assert done.returncode == 0, done.stderr
-        return source, contents(folder / "plan"), int(done.stdout.split()[-1])
-
-    def run(self, place: int, source: Path, folder: Path, workers: int = 1) -> subprocess.CompletedProcess[str]:
-        options = ("--out", folder, "--shards", "3", "--workers", workers)
-        command = [sys.executable, "-c", KILLED, str(place), "plan", str(source), *map(str, options)]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-
-    @pytest.mark.parametrize("share", [0.4, 0.95, *[pytest.param(n / 20, marks=pytest.mark.slow) for n in range(20)]])
-    def test_the_next_run_ends_with_the_same_bytes(
-        self, reference: tuple[Path, dict[str, bytes], int], tmp_path: Path, share: float
-    ) -> None:
-        source, expected, places = reference
-        assert places >= 20
-        done = self.run(1 + int(share * (places - 1)), source, tmp_path / "plan")
-        assert done.returncode == -9
-        plan(source, tmp_path / "plan", "--shards", "3")
-        assert contents(tmp_path / "plan") == expected
-
-    def test_killed_again_and_again_it_ends(
-        self, reference: tuple[Path, dict[str, bytes], int], tmp_path: Path
-    ) -> None:
-        source, expected, _ = reference
-        codes = []
-        for place in range(6, 100, 6):
-            codes.append(self.run(place, source, tmp_path / "plan").returncode)
-            if codes[-1] == 0:
-                break
-        assert len(codes) > 1 and codes[-1] == 0 and set(codes[:-1]) == {-9}
-        assert contents(tmp_path / "plan") == expected
+        killer = threading.Thread(target=kill_one, daemon=True)
+        killer.start()
+        said = refusal(requests, "--out", tmp_path / "plan", "--shards", "4", "--workers", "2")
+        killer.join()
+        assert "memory ran out, or a process was ended: give fewer --workers or more --shards" in said
+        assert not (tmp_path / "plan").exists() and not active_children()
 
     @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
-    def test_no_process_is_left_behind(self, reference: tuple[Path, dict[str, bytes], int], tmp_path: Path) -> None:
-        """Processes that plan end with the one that has asked them."""
-        source, expected, _ = reference
-        # Read, dealt and noted are 14 changes; the next one is made when a process has planned its first shard.
-        done = self.run(15, source, tmp_path / "plan", workers=3)
-        assert done.returncode == -9
+    def test_of_a_killed_run_no_process_is_left_and_no_plan(self, requests: Path, tmp_path: Path) -> None:
+        options = ("--out", tmp_path / "plan", "--shards", "3", "--workers", "3")
+        command = [sys.executable, "-c", KILLED, "plan", str(requests), *map(str, options)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == -9, done.stderr
         left = [int(number) for number in done.stdout.split()]
         assert len(left) == 3
         for number in left:
@@ -377,5 +244,21 @@ class TestKilled:
                 process = os.pidfd_open(number)
                 assert select.select([process], [], [], 60)[0] == [process]
                 os.close(process)
-        plan(source, tmp_path / "plan", "--shards", "3")
-        assert contents(tmp_path / "plan") == expected
+        assert os.listdir(tmp_path / "plan") == [".plan"]
+
+
+KILLED = """
+import os, signal, sys, threading, time
+from multiprocessing import active_children
+
+from ragorder.cli import main
+
+def end():
+    while len(active_children()) < 3:
+        time.sleep(0.001)
+    print(*(process.pid for process in active_children()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+threading.Thread(target=end, daemon=True).start()
+main(sys.argv[1:], prog_name="ragorder")
+"""

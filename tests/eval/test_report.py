@@ -51,7 +51,7 @@ pytestmark = pytest.mark.merge
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 COMMITTED = sorted(path.parent for path in Path(__file__).parents[2].glob("docs/results/*/results.jsonl.xz"))
-SMALL = ("served", "quality-positions")
+SMALL = ("served", "hedra-client")
 FLAGS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
 FLAGS += " --disable-component-update --disable-sync"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
 import sys
@@ -22,7 +21,6 @@ from ragorder.kernels.preprocessing.neighbours import (
     EmbeddingNeighbours,
     GivenNeighbours,
     Neighbours,
-    ServedTogether,
     VectorNeighbours,
     make_neighbours,
 )
@@ -42,8 +40,6 @@ def vectors_of(count: int, seed: int = 0) -> Any:
 
 def made(name: str) -> tuple[Neighbours, Any]:
     """A choice of each kind, and the vectors that it keeps of the ids."""
-    if name == "log":
-        return ServedTogether([["a", "b", "c"], ["b", "a"], ["d", "a"], ["e", "x"]]), None
     if name == "graph":
         return GivenNeighbours({"a": ["b", "a", "x", "b", "c", "d"], "f": ["a"]}), None
     pytest.importorskip("faiss")
@@ -52,7 +48,7 @@ def made(name: str) -> tuple[Neighbours, Any]:
 
 
 class TestEveryChoice:
-    @pytest.mark.parametrize("name", ["log", "graph", "vectors"])
+    @pytest.mark.parametrize("name", ["graph", "vectors"])
     @pytest.mark.parametrize("count", [0, 1, 3, 100])
     def test_names_different_others_and_no_more_than_asked_for(self, name: str, count: int) -> None:
         choice, kept = made(name)
@@ -65,7 +61,7 @@ class TestEveryChoice:
         assert found == [row[:count] for row in choice.nearest(IDS, kept, 100)]
 
     def test_an_unknown_name_lists_the_known_ones(self) -> None:
-        with pytest.raises(ValueError, match=r"'embedding', 'graph', 'log', 'vectors'.*did you mean 'graph'"):
+        with pytest.raises(ValueError, match=r"'embedding', 'graph', 'vectors'.*did you mean 'graph'"):
             make_neighbours("grap:x")
 
 
@@ -156,29 +152,6 @@ class TestVectors:
             EmbeddingNeighbours().nearest(IDS, None, 2)
 
 
-class TestServedTogether:
-    def test_those_of_most_common_requests_come_first(self) -> None:
-        log = [["a", "b"], ["a", "c"], ["c", "a", "d"], ["b", "d"]]
-        assert ServedTogether(log).nearest(["a", "b", "c", "d"], None, 10) == [[2, 1, 3], [0, 3], [0, 3], [0, 1, 2]]
-
-    def test_a_document_twice_in_a_request_counts_once(self) -> None:
-        assert ServedTogether([["a", "b", "b"], ["a", "c"], ["a", "c"]]).nearest(["a", "b", "c"], None, 2)[0] == [2, 1]
-
-    def test_documents_that_are_not_in_the_corpus_are_left_out(self) -> None:
-        assert ServedTogether([["a", "x", "b"]]).nearest(["b", "a"], None, 9) == [[1], [0]]
-
-    def test_is_read_from_the_log_of_a_replay(self, tmp_path: Path) -> None:
-        path = tmp_path / "log.jsonl.gz"
-        lines = [{"documents": ["a", {"id": "b", "text": "…"}], "tenant": "t"}, {"documents": []}]
-        path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
-        assert make_neighbours(f"log:{path}").nearest(["a", "b"], None, 1) == [[1], [0]]
-
-    def test_a_wrong_line_is_named(self, tmp_path: Path) -> None:
-        path = write_lines(tmp_path / "log", [{"documents": ["a"]}, {"texts": []}])
-        with pytest.raises(ValueError, match=r"neighbours log: .*log:2: \"documents\" is missing"):
-            make_neighbours(f"log:{path}")
-
-
 class TestGraph:
     def test_keeps_the_given_order(self) -> None:
         choice = GivenNeighbours({"a": ["c", "b"], "b": []})
@@ -197,7 +170,7 @@ class TestGraph:
         with pytest.raises(ValueError, match="none of the 2 documents"):
             GivenNeighbours({"x": ["y"]}).nearest(["a", "b"], None, 1)
 
-    @pytest.mark.parametrize("name", ["graph", "log", "vectors"])
+    @pytest.mark.parametrize("name", ["graph", "vectors"])
     def test_a_file_must_be_named(self, name: str) -> None:
         with pytest.raises(ValueError, match=f"neighbours {name}: give the"):
             make_neighbours(name)

@@ -17,7 +17,7 @@ from ragorder.cli.values import Count, Size, StreamFile
 from ragorder.common.request_lines import UnreadFields
 
 if TYPE_CHECKING:
-    from ragorder.cli.planning.reading import Progress
+    from ragorder.cli.planning.run import Progress
 
 
 @click.command(
@@ -59,12 +59,6 @@ if TYPE_CHECKING:
         metavar="SIZE",
         help="Memory for all processes together.",
     ),
-    option(
-        "--resume/--no-resume",
-        default=True,
-        show_default=True,
-        help="Continue an interrupted run in DIR, or plan again.",
-    ),
 )
 def plan(
     requests: IO[bytes],
@@ -73,7 +67,6 @@ def plan(
     document_tokens: int,
     workers: int | None,
     memory_bytes: int,
-    resume: bool,
 ) -> None:
     """Plan a batch of any size in shards, each a file in serving order.
 
@@ -83,13 +76,13 @@ def plan(
     "index". "prefix_documents" and "cached_tokens" count what a request shares with the line before. Requests of
     different tenants, or with prefixes of different lengths, share nothing.
 
-    Memory is bounded; the disk holds the requests' numbers and fields meanwhile, but no texts. Start an interrupted run
-    again: it ends with the same files.
+    Memory is bounded; the disk holds the requests' numbers and fields meanwhile, but no texts. `manifest.json` is
+    written last: without it the plan is not whole.
     """
     from ragorder.cli.planning.run import PlanOptions, plan_file
 
     unread = UnreadFields()
-    options = PlanOptions(shards, document_tokens, memory_bytes, workers or _cores(), resume)
+    options = PlanOptions(shards, document_tokens, memory_bytes, workers or _cores())
     with _shown() as progress:
         manifest = plan_file(requests, out, options, unread, progress)
     warn_of(unread)

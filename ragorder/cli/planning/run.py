@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import gc
+import json
+import os
+import shutil
+import signal
+import threading
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
-from ragorder.cli.planning.folder import PlanError, PlanFolder
-from ragorder.cli.planning.reading import Progress, counted, identify, needed_bytes, read_input, require_space
-from ragorder.cli.planning.spill import SpillWriter
-from ragorder.cli.planning.workers import plan_in_processes
-from ragorder.common.files import try_lock
+import click
+
+from ragorder.cli.planning.requests import RequestToOrder, order_line, read_requests
+from ragorder.cli.planning.spill import Row, Spill, SpillWriter
 from ragorder.common.request_lines import UnreadFields
-from ragorder.trie.shards import ShardPaths, ShardRequest
+from ragorder.errors import RagorderError
+from ragorder.trie.shards import PlannedRequest, ShardPaths, ShardRequest, plan_requests
 
+Progress = Callable[[str, int], Callable[[], None]]
+"""Returns, for a label and a number of steps, a function to call after each step."""
+
+T = TypeVar("T")
+
+_STEPS = 100
 _DOCUMENTS_PER_SHARD = 1_000_000
 # Of a document of a request, while its shard is planned: measured, docs/batches.md.
 _PLANNED_BYTES = 500
@@ -26,6 +44,9 @@ _LARGEST = 1.25
 _COUNTED_BYTES = 1 << 11
 
 
+class PlanError(RagorderError, click.ClickException): ...
+
+
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
     """`shards` None: the least number that keeps a shard below a million documents."""
@@ -34,115 +55,110 @@ class PlanOptions:
     document_tokens: int
     memory_bytes: int
     workers: int
-    resume: bool = True
 
 
 def plan_file(
     source: IO[bytes], path: Path, options: PlanOptions, unread: UnreadFields, progress: Progress
 ) -> dict[str, Any]:
-    folder = PlanFolder(path)
-    folder.refuse_foreign(source)
-    new = not path.exists()
+    """Write `shard-00000.jsonl`, … and last `manifest.json` to the folder `path`; return the manifest."""
+    if any(path.glob("shard-*.jsonl")) or (path / "manifest.json").exists():
+        raise PlanError(f"{path} holds shards or a manifest: name another folder")
+    new, work = not path.exists(), path / ".plan"
     path.mkdir(parents=True, exist_ok=True)
     try:
-        with _locked(path):
-            return _plan_into(folder, source, options, unread, progress)
+        work.mkdir()
+    except FileExistsError:
+        raise PlanError(
+            f"another `ragorder plan` writes to {path}, or was killed: name another folder, or delete {work}"
+        ) from None
+    try:
+        manifest = _Run(work, options, progress).manifest(source, unread)
+        for shard in manifest["shards"]:
+            os.replace(work / shard["file"], path / shard["file"])
+        os.replace(work / "manifest.json", path / "manifest.json")
+        return manifest
+    except OSError as error:
+        raise PlanError(f"the plan cannot be written to {path} ({error.strerror}): name a folder elsewhere") from error
+    except (BrokenProcessPool, MemoryError):
+        raise PlanError("memory ran out, or a process was ended: give fewer --workers or more --shards") from None
     finally:
+        shutil.rmtree(work, ignore_errors=True)
         if new:
-            # Only if nothing is in it: the input or the disk was refused.
+            # Only if nothing is in it: the input was refused.
             with suppress(OSError):
                 path.rmdir()
 
 
-def _plan_into(
-    folder: PlanFolder, source: IO[bytes], options: PlanOptions, unread: UnreadFields, progress: Progress
-) -> dict[str, Any]:
-    if not options.resume:
-        folder.clear()
-    finished = folder.manifest
-    known = finished or folder.state
-    if known:
-        _refuse_another(known, options, identify(source, progress), folder.path)
-    if finished:
-        folder.clear_work()
-        return finished
-    folder.work.mkdir(exist_ok=True)
-    state = dict(known) or _read(folder, source, options, unread, progress)
-    if state["stage"] == "read":
-        state = _deal(folder, state, options, progress)
-    return _plan(folder, state, options, progress)
+class _Run:
+    def __init__(self, work: Path, options: PlanOptions, progress: Progress) -> None:
+        self._work, self._options, self._progress = work, options, progress
+        self._whole = Spill(work, "requests")
+        self._memory = int(_PLANNING_SHARE * options.memory_bytes)
+        self._requests = self._documents = 0
 
+    def manifest(self, source: IO[bytes], unread: UnreadFields) -> dict[str, Any]:
+        self._read(source, unread)
+        made = self._plan(self._deal())
+        options = self._options
+        manifest: dict[str, Any] = {
+            "options": {
+                "--document-tokens": options.document_tokens,
+                "--shards": options.shards,
+                "--memory": options.memory_bytes,
+            },
+            "requests": self._requests,
+            "documents": self._documents,
+            **{name: sum(each[name] for each in made) for name in ("tokens", "saved_tokens")},
+            "shards": made,
+        }
+        (self._work / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", "utf-8")
+        return manifest
 
-def _read(
-    folder: PlanFolder, source: IO[bytes], options: PlanOptions, unread: UnreadFields, progress: Progress
-) -> dict[str, Any]:
-    try:
-        require_space(folder.path, needed_bytes(source, options.document_tokens))
-        read = read_input(folder, source, options.document_tokens, unread, progress)
-    except BaseException:
-        # What was read of an input in part is of no use.
-        folder.clear_work()
-        raise
-    state = {"stage": "read", **read, "options": {"--document-tokens": options.document_tokens}}
-    folder.save_state(state)
-    return state
+    def _read(self, source: IO[bytes], unread: UnreadFields) -> None:
+        tokens = self._options.document_tokens
+        with SpillWriter([self._whole]) as spill:
+            for request in read_requests(source, tokens, unread=unread, progress=self._progress):
+                numbers, text = _spilled(request)
+                spill.add(Row(request.index, len(text), numbers), text)
+                self._requests += 1
+                self._documents += len(numbers.documents)
 
+    def _deal(self) -> list[int]:
+        """Return each shard's number of documents."""
+        shards = self._options.shards or max(1, -(-self._documents // _DOCUMENTS_PER_SHARD))
+        self._refuse_large(int(_LARGEST * self._documents / shards), shards)
+        passes = _Passes(lambda: (row.request for row in self._whole.rows()), self._requests, self._progress)
+        paths = ShardPaths.of(passes, shards, most_documents=self._options.memory_bytes // _COUNTED_BYTES)
+        sizes = [0] * shards
+        with SpillWriter([Spill(self._work, _name(shard)) for shard in range(shards)]) as dealt:
+            rows = self._whole.rows_with_texts()
+            for row, text in _counted(rows, self._requests, "dealing requests", self._progress):
+                shard = paths.shard(row.request, row.number)
+                dealt.add(row, text, shard)
+                sizes[shard] += len(row.request.documents)
+        self._whole.remove()
+        # Shards have about equally many tokens, of a few long documents or of many short ones.
+        self._refuse_large(max(sizes), shards)
+        return sizes
 
-def _deal(folder: PlanFolder, state: Mapping[str, Any], options: PlanOptions, progress: Progress) -> dict[str, Any]:
-    documents, requests = state["documents"], state["requests"]
-    shards = options.shards or max(1, -(-documents // _DOCUMENTS_PER_SHARD))
-    memory = int(_PLANNING_SHARE * options.memory_bytes)
-    if _LARGEST * documents / shards * _PLANNED_BYTES > memory:
-        least = -int(-_LARGEST * documents * _PLANNED_BYTES // memory)
-        raise PlanError(
-            f"with --shards {shards} a shard does not fit into --memory {options.memory_bytes / 2**30:g}GiB: give "
-            f"--shards {least} or more, or more memory"
-        )
-    whole = folder.whole
-    require_space(folder.path, whole.rows_path.stat().st_size + whole.texts_path.stat().st_size)
-    passes = _Passes(lambda: (row.request for row in whole.rows()), requests, progress)
-    paths = ShardPaths.of(passes, shards, most_documents=options.memory_bytes // _COUNTED_BYTES)
-    sizes = [0] * shards
-    with SpillWriter([folder.spill(shard) for shard in range(shards)]) as dealt:
-        for row, text in counted(whole.rows_with_texts(), requests, "dealing requests", progress):
-            shard = paths.shard(row.request, row.number)
-            dealt.add(row, text, shard)
-            sizes[shard] += len(row.request.documents)
-    # Shards have about equally many tokens, of a few long documents or of many short ones.
-    if (most := max(sizes)) * _PLANNED_BYTES > memory:
-        for shard in range(shards):
-            folder.spill(shard).remove()
-        raise PlanError(
-            f"a shard has {most:,} documents, which do not fit into --memory {options.memory_bytes / 2**30:g}GiB: give "
-            f"more --shards than {shards}, or more memory"
-        )
-    state = {**state, "stage": "dealt", "shards": shards, "options": _as_given(options)}
-    folder.save_state(state)
-    whole.remove()
-    return state
+    def _refuse_large(self, documents: int, shards: int) -> None:
+        if documents * _PLANNED_BYTES > self._memory:
+            least = max(shards + 1, -(-shards * documents * _PLANNED_BYTES // self._memory))
+            raise PlanError(
+                f"with --shards {shards} a shard of {documents:,} documents does not fit into --memory "
+                f"{self._options.memory_bytes / 2**30:g}GiB: give --shards {least} or more, or more memory"
+            )
 
-
-def _plan(folder: PlanFolder, state: Mapping[str, Any], options: PlanOptions, progress: Progress) -> dict[str, Any]:
-    shards = range(state["shards"])
-    figures = {shard: found for shard in shards if (found := folder.counts(shard)) is not None}
-    sizes = {shard: folder.spill(shard).rows_path.stat().st_size for shard in shards if shard not in figures}
-    largest = max(sizes.values(), default=0) // 16 * _PLANNED_BYTES
-    at_once = int(_PLANNING_SHARE * options.memory_bytes) // max(1, largest)
-    # The largest first: the processes end at about the same time.
-    todo = sorted(sizes, key=lambda shard: (-sizes[shard], shard))
-    advance = progress("planning shards", len(shards))
-    for _ in figures:
-        advance()
-    for shard, found in plan_in_processes(folder, todo, max(1, min(options.workers, at_once))):
-        figures[shard] = found
-        folder.spill(shard).remove()
-        advance()
-    made = [figures[shard] for shard in shards]
-    manifest = {name: state[name] for name in ("input", "options", "requests", "documents")}
-    manifest |= {name: sum(each[name] for each in made) for name in ("tokens", "saved_tokens")}
-    manifest["shards"] = made
-    folder.finish(manifest)
-    return manifest
+    def _plan(self, sizes: Sequence[int]) -> list[dict[str, Any]]:
+        at_once = self._memory // max(1, max(sizes) * _PLANNED_BYTES)
+        advance = self._progress("planning shards", len(sizes))
+        # The largest first: the processes end at about the same time.
+        todo = sorted(range(len(sizes)), key=lambda shard: -sizes[shard])
+        made = []
+        for figures in _in_processes(self._work, todo, min(self._options.workers, at_once, len(todo))):
+            made.append(figures)
+            advance()
+        return sorted(made, key=lambda figures: str(figures["file"]))
 
 
 class _Passes:
@@ -153,31 +169,94 @@ class _Passes:
     def __iter__(self) -> Iterator[ShardRequest]:
         self._passes += 1
         label = "counting documents" if self._passes == 1 else f"grouping requests, pass {self._passes - 1}"
-        return counted(self._requests(), self._total, label, self._progress)
+        return _counted(self._requests(), self._total, label, self._progress)
 
 
-def _as_given(options: PlanOptions) -> dict[str, Any]:
-    return {"--document-tokens": options.document_tokens, "--shards": options.shards, "--memory": options.memory_bytes}
+def _counted(items: Iterable[T], total: int, label: str, progress: Progress) -> Iterator[T]:
+    advance, done = progress(label, _STEPS), 0
+    for number, item in enumerate(items, 1):
+        yield item
+        while done < min(_STEPS, number * _STEPS // max(1, total)):
+            advance()
+            done += 1
 
 
-def _refuse_another(known: Mapping[str, Any], options: PlanOptions, input: Mapping[str, Any], path: Path) -> None:
-    advice = "name another folder, or plan again with --no-resume"
-    if known["input"] != input:
-        raise PlanError(f"the plan in {path} is of another input: {advice}")
-    given = _as_given(options)
-    for name, made in known["options"].items():
-        if made != given[name]:
-            was, now = ("unset" if each is None else each for each in (made, given[name]))
-            raise PlanError(f"the plan in {path} was made with {name} {was}, not {now}: give the same, {advice}")
+def _spilled(request: RequestToOrder) -> tuple[ShardRequest, bytes]:
+    documents = request.documents
+    # Names as text that is the same in every process.
+    names = [repr(document.key) for document in documents]
+    scope = None if request.scope == (None, None) else repr(request.scope)
+    numbers = ShardRequest.of(names, [document.token_count for document in documents], scope)
+    return numbers, json.dumps([request.echo, request.ids]).encode()
+
+
+def _in_processes(work: Path, shards: Sequence[int], processes: int) -> Iterator[Mapping[str, Any]]:
+    """Yield a shard's figures when it is planned; one process is this one."""
+    plan = partial(plan_shard, work)
+    if processes <= 1:
+        yield from map(plan, shards)
+        return
+    others = set(active_children())
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start_worker)
+    try:
+        for done in as_completed([pool.submit(plan, shard) for shard in shards]):
+            yield done.result()
+    except BaseException:
+        # Nobody waits for the shards that are being planned.
+        for process in set(active_children()) - others:
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker() -> None:
+    # An interrupt is the business of the process that asks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def plan_shard(work: Path, shard: int) -> dict[str, Any]:
+    spill, file = Spill(work, _name(shard)), f"{_name(shard)}.jsonl"
+    rows = list(spill.rows())
+    starts = array("Q", accumulate((row.text_bytes for row in rows), initial=0))
+    figures: dict[str, Any] = {"file": file, "requests": len(rows), "documents": 0, "tokens": 0, "saved_tokens": 0}
+    with _no_collection(), (work / file).open("wb") as output, spill.texts_path.open("rb") as texts:
+        for planned in plan_requests([row.request for row in rows]):
+            row = rows[planned.number]
+            texts.seek(starts[planned.number])
+            line = _line(row.number, texts.read(row.text_bytes), planned)
+            output.write(json.dumps(line).encode() + b"\n")
+            figures["documents"] += len(row.request.documents)
+            figures["tokens"] += sum(row.request.tokens)
+            figures["saved_tokens"] += planned.shared_tokens
+    spill.remove()
+    return figures
+
+
+def _name(shard: int) -> str:
+    return f"shard-{shard:05}"
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    lock = path / ".plan.lock"
-    with lock.open("wb") as file:
-        if not try_lock(file, unsupported=True):
-            raise PlanError(f"another `ragorder plan` writes to {path}: wait for it, or name another folder")
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
+def _no_collection() -> Iterator[None]:
+    """Run without the garbage collector: a plan is millions of objects without a cycle."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _line(index: int, text: bytes, planned: PlannedRequest) -> dict[str, Any]:
+    echo, ids = json.loads(text)
+    return order_line(echo, index, ids, planned.permutation, planned.shared_documents, planned.shared_tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -58,10 +57,9 @@ class Spill:
 
 
 class SpillWriter:
-    """Writes requests into several spills, even more than files may be open. On exit they are on the disk."""
+    """Writes requests into several spills, even more than files may be open."""
 
     def __init__(self, spills: Sequence[Spill]) -> None:
-        self.written_bytes = 0
         self._paths = [path for spill in spills for path in (spill.rows_path, spill.texts_path)]
         self._waiting = [bytearray() for _ in self._paths]
         self._most = min(_BUFFER_BYTES, _BUFFERED_BYTES // max(1, len(self._paths)))
@@ -71,7 +69,6 @@ class SpillWriter:
     def add(self, row: Row, text: bytes, spill: int = 0) -> None:
         for place, data in ((2 * spill, row.encoded()), (2 * spill + 1, text)):
             self._waiting[place] += data
-            self.written_bytes += len(data)
             if len(self._waiting[place]) >= self._most:
                 self._write(place)
 
@@ -79,10 +76,8 @@ class SpillWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for place, path in enumerate(self._paths if kind is None else ()):
+        for place in range(len(self._paths) if kind is None else 0):
             self._write(place)
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
 
     def _write(self, place: int) -> None:
         with self._paths[place].open("ab") as file:

@@ -1,1 +1,0 @@
-"""A toy: a small language model that follows links between documents, and its training (suite toy-training)."""
