@@ -212,7 +212,8 @@ def _running(
 ) -> Iterator[tuple[Backend, _Questions | None]]:
     """`asked`: options of the corpus for questions."""
     if options["device_bytes"] is not None:
-        os.environ.update(_COMPILED | os.environ)
+        for name, capacity in _COMPILED.items():
+            os.environ.setdefault(name, capacity)
     try:
         # The compiler imports triton (70 MiB), which only a GPU needs.
         with spared(*_UNUSED, *(() if has_gpu() else ("triton",))):
