@@ -61,7 +61,7 @@ _MAX_WAITING = 1000
 # transformers imports these for assisted generation, detection of objects and a cloud: 170 MiB with what they import.
 _UNUSED = ("sklearn", "scipy", "boto3")
 # Under a budget: torch and oneDNN keep 1,024 compiled products each, about 4 MB for each number of tokens in a step.
-_COMPILED = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
+_COMPILED = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 _RANDOM = "random"
 # Nothing listens under this name, and it is never looked up.
 _NOWHERE = "http://embedded"

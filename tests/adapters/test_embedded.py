@@ -1865,6 +1865,20 @@ class TestOptions:
         assert said in re.sub(r"\s+", " ", command.result.stderr)
 
     @pytest.mark.parametrize(
+        ("options", "kept"), [(["--device-bytes", "64KiB"], "128"), (["--device-tokens", "3"], None)]
+    )
+    def test_a_budget_bounds_what_torch_and_onednn_keep_compiled(
+        self, options: list[str], kept: str | None, serving: Serving, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        names = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+        for name in names:
+            # So that it is removed after the test.
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+        assert serving(*options).result.exit_code != 0
+        assert [os.environ.get(name) for name in names] == [kept, kept]
+
+    @pytest.mark.parametrize(
         ("name", "said", "asked"),
         [
             ("tiny", "--model tiny: there is no folder tiny: give the folder of a model", []),
