@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
@@ -190,7 +190,7 @@ def _spilled(request: RequestToOrder) -> tuple[ShardRequest, bytes]:
     return numbers, json.dumps([request.echo, request.ids]).encode()
 
 
-def _in_processes(work: Path, shards: Sequence[int], processes: int) -> Iterator[Mapping[str, Any]]:
+def _in_processes(work: Path, shards: Sequence[int], processes: int) -> Iterator[dict[str, Any]]:
     """Yield a shard's figures when it is planned; one process is this one."""
     plan = partial(plan_shard, work)
     if processes <= 1:
