@@ -30,8 +30,8 @@ from ragorder.eval.report.demo import DemoReport, Pair
 from ragorder.eval.running.runner import Served
 
 COMMAND = ("-c", "from ragorder.cli import main; main(prog_name='ragorder')")
-MISSING = ("torch", "vllm", "faiss", "transformers", "sentence_transformers", "bm25s", "langchain")
-MISSING += ("scipy", "matplotlib", "numpy")
+ENGINES = ("torch", "vllm", "faiss", "transformers", "sentence_transformers")
+MISSING = (*ENGINES, "bm25s", "langchain", "scipy", "matplotlib", "numpy")
 SETTINGS = [
     ("--capacity-tokens", "4096"),
     ("--block-size", "32"),
@@ -552,6 +552,10 @@ class TestBench:
             assert (run["seed"], run["engine"]["name"], run["engine"]["capacity_tokens"]) == (0, "sim", 100_000)
             assert run["rows"]["ttft_ms"] is None
             assert len(run["rows"]["order_us"]) == 8
+
+    def test_the_measurements_load_without_an_engine(self, python: Any) -> None:
+        done = python(*COMMAND, "eval", "schema", blocked=ENGINES)
+        assert done.returncode == 0, done.stderr
 
     def test_the_same_as_a_process_without_what_tables_need(self, python: Any) -> None:
         done = python(*COMMAND, "bench", "--limit", "5", "-o", "-", blocked=MISSING)

@@ -164,9 +164,9 @@ class TestFields:
         self, tmp_path: Path, command: str
     ) -> None:
         line = {"id": "q1", "query": "Why?", "documents": ["x", "y"]}
-        assert "Warning" not in run(command, written(tmp_path, line), tmp_path).stderr
+        assert "Warning" not in run(command, written(tmp_path, line), tmp_path / "one").stderr
         line |= {"token": [1, 2], "scope": "a", "scores": [0.5, 0.25]}
-        said = run(command, written(tmp_path, line, line), tmp_path, *["--no-resume"] * (command == "plan")).stderr
+        said = run(command, written(tmp_path, line, line), tmp_path / "two").stderr
         assert (
             "Warning: fields that were repeated but not read: token (2 lines; was tokens meant?), scope (2 lines; was "
             "tenant meant?), scores (2 lines), which stays in retrieval order" in said

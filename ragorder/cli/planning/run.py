@@ -199,7 +199,12 @@ def _in_processes(work: Path, shards: Sequence[int], processes: int) -> Iterator
     others = set(active_children())
     pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start_worker)
     try:
-        for done in as_completed([pool.submit(plan, shard) for shard in shards]):
+        try:
+            planned = [pool.submit(plan, shard) for shard in shards]
+        except OSError as error:
+            # A process that ended while others were started has closed its pipes.
+            raise BrokenProcessPool from error
+        for done in as_completed(planned):
             yield done.result()
     except BaseException:
         # Nobody waits for the shards that are being planned.

@@ -16,7 +16,7 @@ from support.suites import page_of, run_suites
 
 from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.benchmarks.hedra.locality import skew
-from ragorder.benchmarks.hedra.tiers import hybrid_index
+from ragorder.benchmarks.hedra.tiers import experiment as hybrid_index
 from ragorder.benchmarks.hedra.tiers.index_tiers import IndexTiers
 from ragorder.benchmarks.hedra.tiers.torch_scan import TorchClusterScan
 
