@@ -92,6 +92,8 @@ def plan_memory(
     place = partial(fit_pool, kv, layers, 0 if device_tokens is None else host_bytes, needs.staging)
     placed = (place(partial(fit, tried=steps[:1])) if held else None) or place(fit)
     if placed is None:
+        in_host = 0 if device_tokens is None else max(0, host_bytes - needs.staging) // -(-kv // layers)
+        least_kv = min(least_kv, pool_spread(kv, layers, min(layers, in_host)).device)
         least = needs.outside + needs.slot + needs.workspace(least_step) + least_kv
         raise BudgetError(
             f"device_bytes is {device_bytes}, and {least - device_bytes} bytes are missing: the weights outside the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -102,6 +103,16 @@ class TestPlan:
             plan(least - 1, 0, of)
         with pytest.raises(BudgetError, match=r"is 3072, .*Give device_bytes"):
             plan(3072, 0, of)
+
+    @pytest.mark.parametrize("host_bytes", [0, 5000, 20_000, 200_000])
+    def test_what_it_says_suffices_where_the_host_takes_kv(self, host_bytes: int) -> None:
+        of = needs(10)
+        with pytest.raises(BudgetError) as short:
+            plan(3072, host_bytes, of, device_tokens=1024)
+        missing = int(re.findall(r"(\d+) bytes are missing", str(short.value))[0])
+        plan(3072 + missing, host_bytes, of, device_tokens=1024)
+        with pytest.raises(BudgetError):
+            plan(3071 + missing, host_bytes, of, device_tokens=1024)
 
     def test_more_budget_is_more_layers_that_stay(self) -> None:
         of = needs(40)

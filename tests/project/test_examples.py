@@ -251,7 +251,7 @@ def test_a_small_machine(run: Run, python: Any) -> None:
     _, exact, copied = map(int, re.search(r"(\d+) prompt tokens: (\d+) exact, (\d+) copied", printed).groups())
     assert min(exact, copied) > 0
     assert int(re.search(r"read (\d+) MB of weights", printed)[1]) > 0
-    refused = python(EXAMPLES / "small_machine.py", "20MiB", timeout=180)
+    refused = python(EXAMPLES / "small_machine.py", "8MiB", timeout=180)
     assert "bytes are missing" in refused.stderr
 
 
