@@ -145,7 +145,7 @@ class TestTheBenchmark:
 
     def test_a_delay_is_a_pipelines(self) -> None:
         done = run_command(bench_command, "--retrieval-delay", 20)
-        assert done.exit_code == 2 and "give --pipeline" in done.output
+        assert done.exit_code == 2 and "--retrieval-delay needs --pipeline" in done.output
 
     @pytest.mark.vllm
     @pytest.mark.parametrize("load", [(), ("--concurrency", 3)], ids=["in turn", "at once"])
