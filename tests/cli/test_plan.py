@@ -8,11 +8,12 @@ import os
 import random
 import re
 import select
+import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, namedtuple
 from contextlib import suppress
 from functools import partial
 from itertools import chain, pairwise, takewhile
@@ -27,6 +28,7 @@ from ragorder.cli import main
 from ragorder.cli.planning import run
 
 invoke = partial(run_command, main)
+Usage = namedtuple("Usage", "total used free")
 
 
 def request(number: int, **fields: Any) -> dict[str, Any]:
@@ -172,7 +174,16 @@ class TestRefusals:
         assert not (tmp_path / "plan").exists()
         assert "--out" in refusal("-")
 
-    def test_a_disk_without_room_is_said_and_nothing_is_left(self, requests: Path, tmp_path: Path) -> None:
+    def test_a_disk_that_is_too_small_is_said_before_the_long_passes(
+        self, requests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10**9, 10**9, 10_000))
+        said = refusal(requests, "--out", tmp_path / "plan")
+        assert f"the disk of {tmp_path / 'plan'} has 0.0 MiB free, and the plan needs 0." in said
+        assert "make room, or name a folder on another disk" in said
+        assert not (tmp_path / "plan").exists()
+
+    def test_a_disk_that_fills_is_said_and_nothing_is_left(self, requests: Path, tmp_path: Path) -> None:
         """A process may write files of 20 KB."""
         limited = "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000,) * 2); "
         limited += "runpy.run_module('ragorder', run_name='__main__')"
@@ -233,7 +244,7 @@ class TestEnded:
 
     @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
     def test_of_a_killed_run_no_process_is_left_and_no_plan(self, requests: Path, tmp_path: Path) -> None:
-        options = ("--out", tmp_path / "plan", "--shards", "3", "--workers", "3")
+        options = ("--out", tmp_path / "plan", "--shards", "12", "--workers", "3")
         command = [sys.executable, "-c", KILLED, "plan", str(requests), *map(str, options)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
         assert done.returncode == -9, done.stderr

@@ -78,7 +78,9 @@ def plan_file(
         os.replace(work / "manifest.json", path / "manifest.json")
         return manifest
     except OSError as error:
-        raise PlanError(f"the plan cannot be written to {path} ({error.strerror}): name a folder elsewhere") from error
+        raise PlanError(
+            f"the plan cannot be written to {path} ({error.strerror or error}): name a folder elsewhere"
+        ) from error
     except (BrokenProcessPool, MemoryError):
         raise PlanError("memory ran out, or a process was ended: give fewer --workers or more --shards") from None
     finally:
@@ -122,6 +124,13 @@ class _Run:
                 spill.add(Row(request.index, len(text), numbers), text)
                 self._requests += 1
                 self._documents += len(numbers.documents)
+        # Requests as they are dealt, beside those that were read; results are about as long.
+        needed, free = self._whole.size, shutil.disk_usage(self._work).free
+        if free < needed:
+            raise PlanError(
+                f"the disk of {self._work.parent} has {free / 2**20:,.1f} MiB free, and the plan needs "
+                f"{needed / 2**20:,.1f} MiB more: make room, or name a folder on another disk"
+            )
 
     def _deal(self) -> list[int]:
         """Return each shard's number of documents."""

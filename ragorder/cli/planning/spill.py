@@ -37,6 +37,10 @@ class Spill:
         self.rows_path = folder / f"{name}.rows"
         self.texts_path = folder / f"{name}.texts"
 
+    @property
+    def size(self) -> int:
+        return self.rows_path.stat().st_size + self.texts_path.stat().st_size
+
     def rows(self) -> Iterator[Row]:
         with self.rows_path.open("rb") as file:
             while header := file.read(_HEADER.size):
