@@ -117,6 +117,8 @@ class KnowledgeTree:
                 same.remove(node)
                 if not same:
                     del self.nodes_of[node.key]
+            # Several entries of a log may lead to it.
+            node.stamp = 0
 
     def cached_tokens(self, node: Node) -> int:
         return (node.end // self.block_size - node.missing) * self.block_size

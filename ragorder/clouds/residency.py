@@ -284,7 +284,6 @@ class MarksResidency(LRUResidency):
     def _remove(self, node: Node) -> None:
         self.marked.marks.pop(node, None)
         self.tree.remove(node)
-        node.stamp = 0
 
 
 class MarkedFeedback(FeedbackResidency):

@@ -514,6 +514,24 @@ class TestOtherOrderers:
         assert live.orderer.predict_cached_tokens([live.documents[number] for number in (4, 3, 0)]) == (68, 70)
         assert live.begin([4, 3, 2, 1, 0])[0] == 68
 
+    def test_a_batch_is_planned_where_documents_thought_evicted_are_still_held(self) -> None:
+        blocks = EngineBlocks(BLOCK)
+        orderer = hearing(blocks, prefix_ids=(), capacity_tokens=48)
+        documents = make_documents([16, 16, 40, 48, 24])
+
+        def store(*given: Document) -> None:
+            ids = [token for document in given for token in token_ids(document)]
+            blocks.store([tuple(ids[:end]) for end in range(BLOCK, len(ids) + 1, BLOCK)], None, ids)
+
+        orderer.order(documents[:2]).confirm(0)
+        store(*documents[:2])
+        third = orderer.order(documents[2:3])
+        store(documents[2])
+        third.confirm(0)
+        assert orderer.predict_cached_tokens(documents[:2]) == (32, 32)
+        planned = list(orderer.order_batch([documents[3:4], documents[4:]]))
+        assert sorted(ordering.index for ordering in planned) == [0, 1]
+
     @settings(max_examples=examples(200))
     @given(LENGTHS, st.integers(40, 200), st.lists(st.tuples(st.integers(0, 2), STEP), max_size=60))
     def test_each_predicts_to_the_token_what_any_had_computed(

@@ -110,7 +110,6 @@ class TieredResidency(LRUResidency):
 
     def _remove(self, node: Node) -> None:
         self.tree.remove(node)
-        node.stamp = 0
         if node in self._keys:
             self.pool.mirror.remove(self._keys[node])
             self._unlink(node)

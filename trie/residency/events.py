@@ -294,5 +294,3 @@ class EventsResidency(LRUResidency):
             return
         self._unlink(node)
         self.tree.remove(node)
-        # Several log entries may lead to a node that was restored.
-        node.stamp = 0

@@ -223,7 +223,6 @@ class LRUResidency:
         node.missing += blocks
         if node.missing == node.blocks and node.parent is not None and not node.children:
             self._remove(node)
-            node.stamp = 0
 
     def _take_back(self, node: Node) -> bool:
         """Mark blocks missing that only failed requests would have filled. Return whether nothing is left."""
