@@ -38,7 +38,6 @@ class TestSizes:
         with pytest.raises(ValueError, match=name):
             Budgets(**sizes)
 
-
     @pytest.mark.parametrize(
         ("size", "text"),
         [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 29, "1.5 GiB"), (5 << 40, "5,120.0 GiB")],
@@ -77,7 +76,6 @@ class TestThisMachine:
         pytest.importorskip("psutil")
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
         assert 0 < int(done.stdout) <= 64 << 20
-
 
     @pytest.mark.parametrize(
         ("script", "visible", "found"),

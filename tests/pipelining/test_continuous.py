@@ -534,7 +534,6 @@ class TestHistory:
             stages = list(search.submit(query, 5, history=history, params=params_of(1)).stages())
             assert all(stage.ids.tolist() == stages[-1].ids.tolist() for stage in stages)
 
-
     def test_lets_similar_searches_find_their_results_earlier(self, flat: Any, related: Any) -> None:
         search = undriven(flat, 24)
         numbers = {False: 0, True: 0}
@@ -729,7 +728,6 @@ class TestBudget:
         assert Budget(1e-5).limit(4.0, 1, 4, cluster_s=0.1).whole
         assert Budget(1e-5).limit(4.0, 0, 4, cluster_s=0.1).seconds < 0.02
         assert Budget(1e-5).limit(4.0, 1, 1, cluster_s=0.1).seconds < 0.02
-
 
     def test_learns_the_overhead_unless_it_is_given(self) -> None:
         """An interrupted piece counts as a few."""
