@@ -77,18 +77,14 @@ class TestExpectedArrivals:
         assert best_batch(2, law, [1, 2, 4], arrivals_s=[0.1] * 20) == 2
 
     @given(st.integers(1, MOST), LAWS, SIZES, st.lists(st.floats(0, 10), max_size=4))
-    def test_that_come_when_all_is_served_change_nothing(
-        self, count: int, law: PowerLaw, sizes: list[int], later: list[float]
-    ) -> None:
+    def test_late_ones_change_nothing(self, count: int, law: PowerLaw, sizes: list[int], later: list[float]) -> None:
         served_s = count * law(MOST)
         first = best_batch(count, law, sizes, [served_s + at_s for at_s in later])
         batches = [first, *followed(count - first, law, sizes)]
         assert mean_s(batches, law) == pytest.approx(mean_s(followed(count, law, sizes), law))
 
     @given(st.integers(1, 6), LAWS, SIZES, st.lists(st.floats(0, 20), max_size=3))
-    def test_never_cost_more_than_a_choice_without_them(
-        self, count: int, law: PowerLaw, sizes: list[int], arrivals: list[float]
-    ) -> None:
+    def test_never_raise_the_cost(self, count: int, law: PowerLaw, sizes: list[int], arrivals: list[float]) -> None:
         with_them = best_batch(count, law, sizes, arrivals)
         without = best_batch(count, law, sizes)
         costs = [served_s(count, first, law, sizes, sorted(arrivals)) for first in (with_them, without)]
@@ -120,8 +116,6 @@ def served_s(count: int, first: int, law: PowerLaw, sizes: Sequence[int], arriva
         (1, 1.0, [1], [math.inf], "seconds from now"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(
-    waiting: int, seconds: float, sizes: list[int], arrivals: list[float], says: str
-) -> None:
+def test_bad_input_is_refused(waiting: int, seconds: float, sizes: list[int], arrivals: list[float], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         best_batch(waiting, lambda _: seconds, sizes, arrivals)

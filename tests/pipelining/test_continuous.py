@@ -58,20 +58,8 @@ def params_of(nprobe: int, **selector: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def flat() -> Any:
-    return build("IVF24,Flat")
-
-
-@pytest.fixture(scope="module")
 def queries() -> Any:
     return vectors(200, 1)
-
-
-@pytest.fixture
-def scanned() -> Callable[[], int]:
-    """How many clusters FAISS has scanned."""
-    faiss.cvar.indexIVF_stats.reset()
-    return lambda: int(faiss.cvar.indexIVF_stats.nlist)
 
 
 class TestTheResultIsThatOfFaiss:
@@ -81,9 +69,7 @@ class TestTheResultIsThatOfFaiss:
         ("data", "description", "metric"),
         grid([*itertools.product([vectors, tied], FLAVOURS, METRICS.values())], 9),
     )
-    def test_of_64_at_a_time_that_join_and_leave_in_every_kind_of_index(
-        self, data: Any, description: str, metric: int
-    ) -> None:
+    def test_of_64_that_join_and_leave_in_every_kind_of_index(self, data: Any, description: str, metric: int) -> None:
         chance, index, queries = random.Random(0), build(description, metric, data(600, 0), nprobe=7), data(160, 1)
         search = undriven(index, cores=2)
         histories = [None, *(History() for _ in range(4))]
@@ -250,22 +236,17 @@ class TestSearchParameters:
 
 
 class TestStages:
-    def test_are_numbered_by_clusters_and_only_the_last_is_final(self, flat: Any, queries: Any) -> None:
-        found = list(undriven(flat, 9).search(queries[:1], 5))
-        assert [stage.number for stage in found] == list(range(1, 10))
-        assert {stage.stages for stage in found} == {9}
-        assert [stage.final for stage in found] == [False] * 8 + [True]
+    def test_say_their_number_whether_final_and_how_long_nothing_changed(self, flat: Any, queries: Any) -> None:
+        found, settled, before = list(undriven(flat, 20).search(queries[:1], 5)), 0, None
+        numbers = [(stage.number, stage.stages, stage.final) for stage in found]
+        assert numbers == [(number, 20, number == 20) for number in range(1, 21)]
         for stage in found:
             assert_same(stage, flat.search(queries[:1], 5, params=params_of(stage.number)))
-            with pytest.raises(ValueError, match="read-only"):
-                stage.ids[0, 0] = 7
-
-    def test_say_for_how_many_clusters_nothing_has_changed(self, flat: Any, queries: Any) -> None:
-        settled, before = 0, None
-        for stage in undriven(flat, 20).search(queries[:1], 5):
             settled = settled + 1 if before is not None and (stage.ids == before).all() else 0
             assert stage.settled == settled
             before = stage.ids
+            with pytest.raises(ValueError, match="read-only"):
+                stage.ids[0, 0] = 7
         assert settled > 5
 
     def test_that_nobody_takes_in_time_are_skipped_but_never_the_final_one(self, flat: Any, queries: Any) -> None:
@@ -362,9 +343,7 @@ class TestAPiece:
         piece = fill(searches, PieceLimit(10.0, whole=True), cores=1, code_s=1.0, order="oldest", now_s=0.0)
         assert [search for search, _ in piece] == searches[:taken]
 
-    def test_of_one_search_is_dealt_to_all_cores(
-        self, flat: Any, queries: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_of_one_search_is_dealt_to_cores(self, flat: Any, queries: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         search, calls, scan = undriven(flat, 24, 3, budget=Budget(1e9)), [], ClusterIndex.scan
         search.costs.code_s = 1.0
 
@@ -411,9 +390,7 @@ class TestSearchesThatEndEarly:
             with pytest.raises(CancelledError):
                 waiting.result(10)
 
-    def test_by_an_error_of_faiss_do_not_end_the_others(
-        self, flat: Any, queries: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_by_an_error_do_not_end_the_others(self, flat: Any, queries: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         scan, bad = ClusterIndex.scan, queries[3]
 
         def failing(self: Any, rows: Any, *rest: Any, **options: Any) -> Any:
@@ -442,9 +419,7 @@ class TestSearchesThatEndEarly:
         for row, handle in enumerate(handles):
             assert_same(handle.result(), flat.search(queries[row : row + 1], 5, params=params_of(9)))
 
-    def test_by_errors_anywhere_are_none_lost_and_none_answered_twice(
-        self, flat: Any, queries: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_by_errors_anywhere_end_once(self, flat: Any, queries: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """Failures of the quantizer, of scans, of decoding and of the piece itself, and cancellations."""
         chance = random.Random(0)
 
@@ -607,9 +582,7 @@ class TestHistory:
 
 
 class TestPatience:
-    def test_ends_a_search_after_clusters_that_change_nothing(
-        self, flat: Any, queries: Any, scanned: Callable[[], int]
-    ) -> None:
+    def test_ends_a_search_when_nothing_changes(self, flat: Any, queries: Any, scanned: Callable[[], int]) -> None:
         search = undriven(flat, 24, patience=4)
         stages = [search.submit(query, 5).result() for query in queries]
         assert scanned() < 0.5 * 24 * len(queries)
@@ -716,9 +689,7 @@ class TestBudget:
         assert limit.seconds <= max(search_s, 0.05) or waiting
 
     @pytest.mark.parametrize(("overhead_s", "search_s", "waiting"), [(1e-3, 0.09, 0), (1e-3, 0.04, 1), (1e-4, 0.5, 99)])
-    def test_leaves_searches_whole_where_pieces_gain_nothing(
-        self, overhead_s: float, search_s: float, waiting: int
-    ) -> None:
+    def test_leaves_searches_whole_without_a_gain(self, overhead_s: float, search_s: float, waiting: int) -> None:
         limit = Budget(overhead_s).limit(search_s, waiting, 1)
         assert limit.whole
         assert limit.seconds >= search_s

@@ -16,7 +16,6 @@ faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
 from support.inside import file_of
-from support.ivf import write
 from support.waiting import turns, until
 from support.workflow_server import SlowEngine, answer_of, asking, broken, document, embed, question, small_index
 from support.workflows import Asked, PlainPrompts
@@ -39,11 +38,6 @@ from ragorder.pipelining.workflow import NodeQuestion
 @pytest.fixture(scope="module")
 def index() -> Any:
     return small_index()
-
-
-@pytest.fixture(scope="module")
-def path(index: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(index, tmp_path_factory.mktemp("index"))
 
 
 @pytest.fixture(scope="module")
@@ -323,9 +317,7 @@ class TestWorkers:
             await asyncio.gather(*asking(server, *range(8)))
 
     @pytest.mark.parametrize("fits", [True, False])
-    async def test_an_engine_that_has_no_room_yet_is_asked_again_when_requests_end(
-        self, search: Any, fits: bool
-    ) -> None:
+    async def test_an_engine_without_room_is_asked_again_when_requests_end(self, search: Any, fits: bool) -> None:
         go_on, asked = asyncio.Event(), list[int]()
 
         class Full(Busy):

@@ -658,9 +658,7 @@ class TestServer:
             assert result.text == (await interpreted(graph, index, f"question {number}")).text
 
     @pytest.mark.parametrize("max_waiting", [0, 2])
-    async def test_a_batch_waits_for_its_turn_beside_a_full_queue(
-        self, search: ContinuousIVF, max_waiting: int
-    ) -> None:
+    async def test_a_batch_waits_for_its_turn_at_a_full_queue(self, search: ContinuousIVF, max_waiting: int) -> None:
         """Two batches at once, and requests that fill the queue: none of a batch is refused, all begin in order."""
         graph, engine = one_shot().compile(), SlowEngine(pause_s=0.001)
         async with server_of(search, engine, transformations=(), max_requests=2, max_waiting=max_waiting) as server:
@@ -703,9 +701,7 @@ class TestServer:
             ({"until": "found"}, "until='found' is written by no node: give one of 'answer', 'docs'"),
         ],
     )
-    async def test_an_option_that_cannot_be_is_refused(
-        self, search: ContinuousIVF, options: dict[str, Any], says: str
-    ) -> None:
+    async def test_wrong_options_are_refused(self, search: ContinuousIVF, options: dict[str, Any], says: str) -> None:
         graph = one_shot().compile()
         async with server_of(search) as server:
             with pytest.raises((TypeError, ValueError), match=says):
@@ -1026,9 +1022,7 @@ class TestGains:
     """Each transformation is applied where its estimate is positive, and pieces say so."""
 
     @pytest.mark.parametrize(("search_s", "split"), [(None, True), (1.0, True), (1e-5, False)])
-    async def test_short_searches_are_not_split(
-        self, search: ContinuousIVF, search_s: float | None, split: bool
-    ) -> None:
+    async def test_short_searches_stay_whole(self, search: ContinuousIVF, search_s: float | None, split: bool) -> None:
         search.budget = Budget(1e-4)
         async with server_of(search, transformations=(Split(),)) as server:
             server.measurements.search_s.value = search_s
