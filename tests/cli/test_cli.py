@@ -85,6 +85,11 @@ def request(ids: str, **fields: Any) -> dict[str, Any]:
     return {"documents": [document(id) for id in ids], **fields}
 
 
+def asking(*all_ids: str) -> list[dict[str, Any]]:
+    """Requests with texts, each with its ids as the question."""
+    return [{"documents": [{"id": id, "text": id * 400} for id in ids], "query": ids} for ids in all_ids]
+
+
 def order(*requests: Any, options: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The answers to some requests."""
     done = invoke("order", *options, input=lines(*requests))
@@ -233,20 +238,15 @@ class TestOrder:
             assert [answer["documents"] for answer in read(target)] == [["a", "b"], ["a", "b"]]
 
     def test_prompts_for_foreign_benchmarks_are_written_in_both_orders(self, tmp_path: Path) -> None:
-        texts = {id: id * 400 for id in "abc"}
-        requests = [
-            {"documents": [{"id": id, "text": texts[id]} for id in ids], "query": f"What of {ids}?"}
-            for ids in ("abc", "cba", "bca")
-        ]
+        requests = asking("abc", "cba", "bca")
         requests[1]["output_tokens"] = 3
         answers = order(*requests, options=["--prompts", str(tmp_path / "new" / "prompts"), "--output-tokens", "9"])
         found = [read(tmp_path / "new" / "prompts" / name) for name in ("retrieval.jsonl", "ordered.jsonl")]
         builder = PromptBuilder()
-        for written, orders in zip(
-            found, (["abc", "cba", "bca"], [each["documents"] for each in answers]), strict=True
-        ):
+        served = (["abc", "cba", "bca"], [each["documents"] for each in answers])
+        for written, orders in zip(found, served, strict=True):
             prompts = [
-                builder.build(request["query"], [Document(id, texts[id]) for id in ids]).text
+                builder.build(request["query"], [Document(id, id * 400) for id in ids]).text
                 for request, ids in zip(requests, orders, strict=True)
             ]
             assert [line["prompt"] for line in written] == prompts
@@ -255,10 +255,7 @@ class TestOrder:
         assert found[0] != found[1], "the second begins like the first"
 
     def test_in_a_batch_both_files_of_prompts_hold_the_same_questions(self, tmp_path: Path) -> None:
-        requests = [
-            {"documents": [{"id": id, "text": id * 400} for id in ids], "query": ids}
-            for ids in ("ab", "cd", "ba", "dc")
-        ]
+        requests = asking("ab", "cd", "ba", "dc")
         answers = order(*requests, options=["--batch", "--prompts", str(tmp_path)])
         lines = [read(tmp_path / name) for name in ("retrieval.jsonl", "ordered.jsonl")]
         asked = [[line["prompt"].rpartition("Question: ")[2].strip() for line in each] for each in lines]
@@ -282,10 +279,7 @@ class TestOrder:
     @pytest.mark.slow
     def test_vllm_reads_the_prompts_in_their_order(self, tmp_path: Path) -> None:
         datasets = pytest.importorskip("vllm.benchmarks.datasets")
-        requests = [
-            {"documents": [{"id": id, "text": id * 400} for id in ids], "query": ids} for ids in ("abc", "cba", "bca")
-        ]
-        order(*requests, options=["--prompts", str(tmp_path)])
+        order(*asking("abc", "cba", "bca"), options=["--prompts", str(tmp_path)])
         for name in ("retrieval.jsonl", "ordered.jsonl"):
             data = datasets.CustomDataset(dataset_path=str(tmp_path / name), disable_shuffle=True).data
             assert data == read(tmp_path / name)
@@ -596,7 +590,7 @@ class TestBenchRefuses:
         ],
         ids=" ".join,
     )
-    def test_what_there_is_not_or_does_not_go_together(self, arguments: tuple[str, ...], said: tuple[str, ...]) -> None:
+    def test_unknown_values_and_options_that_conflict(self, arguments: tuple[str, ...], said: tuple[str, ...]) -> None:
         told = refusal("bench", "--limit", "2", *arguments)
         assert [part for part in said if part not in told] == [] and "pydantic" not in told
 

@@ -198,7 +198,7 @@ class TestRefusals:
         plan(requests, tmp_path / "plan", "--shards", "5", "--memory", "512MiB")
         assert len(rows(tmp_path / "plan")) == len(REQUESTS)
 
-    def test_so_is_one_of_many_short_documents(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_shard_of_many_short_documents_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(run, "_PLANNED_BYTES", 200_000)
         uneven = [
             {**each, "tenant": f"{tokens}", "documents": [{**given, "tokens": tokens} for given in each["documents"]]}

@@ -81,7 +81,7 @@ class TestTheSameFile:
         answers = ordered(path, "--capacity-tokens", cache)
         assert sum(answer["cached_tokens"] for answer in answers) == replayed(path, cache) > 0
 
-    def test_is_so_where_lengths_come_from_options(self, tmp_path: Path) -> None:
+    def test_a_replay_agrees_where_lengths_come_from_options(self, tmp_path: Path) -> None:
         lines = [{"time": time, "documents": [f"d{time * each % 7}" for each in range(1, 4)]} for time in range(60)]
         path = written(tmp_path, *lines)
         lengths = ("--document-tokens", "90", "--prefix-tokens", "30")
@@ -98,7 +98,7 @@ class TestTheSameFile:
 
 
 class TestTokens:
-    def test_stand_beside_their_documents(self, tmp_path: Path) -> None:
+    def test_tokens_stay_with_their_documents(self, tmp_path: Path) -> None:
         path = log(tmp_path)
         for orders in (ordered(path), ordered(path, "--batch"), planned(path, tmp_path)):
             assert any(answer["permutation"] != sorted(answer["permutation"]) for answer in orders)
@@ -110,14 +110,14 @@ class TestTokens:
         assert [(each["tokens"], each["cached_tokens"]) for each in ordered(path)] == [(64, 0), (64, 128)]
         assert [(each["tokens"], each["cached_tokens"]) for each in planned(path, tmp_path)] == [(64, 0), (64, 128)]
 
-    def test_of_another_number_make_another_document(self, tmp_path: Path) -> None:
+    def test_another_length_makes_another_document(self, tmp_path: Path) -> None:
         path = written(tmp_path, *({"documents": ["a"], "tokens": [length]} for length in (64, 80, 64)))
         assert [each["cached_tokens"] for each in ordered(path)] == [0, 0, 64]
         assert sorted(each["cached_tokens"] for each in planned(path, tmp_path)) == [0, 0, 64]
 
 
 class TestTenants:
-    def test_share_nothing(self, tmp_path: Path) -> None:
+    def test_tenants_share_nothing(self, tmp_path: Path) -> None:
         both = [{"time": 1, "tenant": name, "documents": ["x", "y"], "tokens": [300, 300]} for name in "aba"]
         path = written(tmp_path, *both)
         for options in ((), ("--batch",)):
@@ -127,7 +127,7 @@ class TestTenants:
             [("b", 0), ("a", 0), ("a", 600)],
         )
 
-    def test_nor_do_requests_with_another_length_before_their_documents(self, tmp_path: Path) -> None:
+    def test_prefixes_of_other_lengths_share_nothing(self, tmp_path: Path) -> None:
         both = [{"documents": ["x", "y"], "tokens": 320, "prefix_tokens": length} for length in (64, 128, 64)]
         path = written(tmp_path, *both)
         for options in ((), ("--batch",)):
@@ -136,7 +136,7 @@ class TestTenants:
 
 
 class TestIds:
-    def test_that_are_integers_are_no_strings_and_stay_integers(self, tmp_path: Path) -> None:
+    def test_integers_stay_integers_and_differ_from_strings(self, tmp_path: Path) -> None:
         path = written(tmp_path, {"documents": [7, "8"]}, {"documents": ["7", 8]}, {"documents": ["8", {"id": 7}]})
         for orders in (ordered(path), planned(path, tmp_path)):
             by_index = {answer["index"]: answer for answer in orders}
@@ -145,7 +145,7 @@ class TestIds:
 
 
 class TestFields:
-    def test_are_repeated_as_they_came(self, tmp_path: Path) -> None:
+    def test_fields_are_repeated_as_they_came(self, tmp_path: Path) -> None:
         line = {"time": "2025-01-31T12:00:00Z", "tenant": "a", "documents": ["x"], "prompt_tokens": 900, "user": [1]}
         line |= {"id": 7, "query": "Größe? 🙂 \ud800", "nested": {"a": [1, None, 1.5]}}
         # The answer's own fields win.
@@ -155,7 +155,7 @@ class TestFields:
             assert answer == line | own
 
     @pytest.mark.parametrize("command", ["order", "plan"])
-    def test_that_are_repeated_but_not_read_are_said(self, tmp_path: Path, command: str) -> None:
+    def test_unread_fields_are_warned_of(self, tmp_path: Path, command: str) -> None:
         line = {"id": "q1", "query": "Why?", "documents": ["x", "y"]}
         assert "Warning" not in run(command, written(tmp_path, line), tmp_path / "one").stderr
         line |= {"token": [1, 2], "scope": "a", "scores": [0.5, 0.25]}

@@ -312,7 +312,7 @@ class TestBadInput:
             ('{"messages": []}', "no template in 1 requests"),
         ],
     )
-    def test_is_named_with_its_line(self, line: str, words: str, tmp_path: Path) -> None:
+    def test_bad_lines_are_named(self, line: str, words: str, tmp_path: Path) -> None:
         path = tmp_path / "log.jsonl"
         path.write_text(line + "\n", "utf-8")
         done = run(path)

@@ -144,7 +144,7 @@ class TestConfig:
             (["--host-bytes", "1GiB", "--profile", __file__], "--profile"),
         ],
     )
-    def test_what_is_wrong_is_said_by_its_option(self, arguments: list[str], named: str) -> None:
+    def test_wrong_options_are_named(self, arguments: list[str], named: str) -> None:
         done = config(*arguments)
         assert done.exit_code == 2
         assert named in done.stderr

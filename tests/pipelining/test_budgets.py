@@ -33,7 +33,7 @@ class TestSizes:
 
     @pytest.mark.parametrize("size", [-1, "-1GiB", "six", "6 apples", "", 1.5, True, None])
     @pytest.mark.parametrize("name", ["device_bytes", "host_bytes", "disk_bytes"])
-    def test_that_are_none_are_refused_by_name(self, name: str, size: Any) -> None:
+    def test_bad_sizes_are_refused_by_name(self, name: str, size: Any) -> None:
         sizes: dict[str, Any] = {"device_bytes": 1, "host_bytes": 1, name: size}
         with pytest.raises(ValueError, match=name):
             Budgets(**sizes)
@@ -57,7 +57,7 @@ class TestThisMachine:
             assert budgets.device_bytes == budgets.host_bytes
 
     @pytest.mark.parametrize("share", [0, -0.5, 1.5])
-    def test_a_share_is_one(self, share: float) -> None:
+    def test_a_share_outside_0_to_1_is_refused(self, share: float) -> None:
         with pytest.raises(ValueError, match="share"):
             Budgets.of_this_machine(share=share)
 
@@ -117,7 +117,7 @@ class TestControlGroups:
             ({".": ("100", 150, 0)}, "0::/", 0),
         ],
     )
-    def test_what_is_left(
+    def test_headroom_of_nested_groups(
         self, tmp_path: Path, groups: dict[str, tuple[str, int, int]], membership: str | None, headroom: int | None
     ) -> None:
         for name, (limit, used, reclaimable) in groups.items():

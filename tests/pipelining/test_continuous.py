@@ -641,21 +641,23 @@ class TestBadInput:
             (np.zeros((1, D)), 5, "nprobe=3", "must be faiss.SearchParametersIVF.*got str"),
         ],
     )
-    def test_and_queries_before_the_search(self, query: Any, k: int, params: Any, says: str, flat: Any) -> None:
+    def test_bad_queries_are_refused_before_the_search(
+        self, query: Any, k: int, params: Any, says: str, flat: Any
+    ) -> None:
         given = faiss.SearchParametersIVF(**params) if isinstance(params, dict) else params
         search = undriven(flat)
         for ask in (search.submit, search.search, search.search_async):
             with pytest.raises((TypeError, ValueError), match=says):
                 ask(query, k, params=given)
 
-    def test_and_what_submit_alone_cannot_do(self, flat: Any) -> None:
+    def test_submit_takes_one_query_and_no_history_with_a_selector(self, flat: Any) -> None:
         with pytest.raises(ValueError, match="submit takes one query, got 2: use search"):
             undriven(flat).submit(np.zeros((2, D)), 5)
         params = params_of(1, sel=faiss.IDSelectorRange(0, 9))
         with pytest.raises(ValueError, match="a search with a selector has no history"):
             undriven(flat).submit(np.zeros(D), 5, params=params, history=History())
 
-    def test_a_setting_of_the_index_that_comes_later(self, queries: Any) -> None:
+    def test_bad_settings_of_the_index_that_come_later_are_refused(self, queries: Any) -> None:
         for setting, value, says in (("nprobe", 0, "has nprobe 0: set it to at"), ("max_codes", 9, "set it to 0")):
             index = build()
             search = undriven(index)

@@ -527,7 +527,7 @@ class TestDegradation:
             engine.most = 99
             await server.run(question())
 
-    async def test_memory_is_not_relieved_for_what_is_no_lack_of_it(self) -> None:
+    async def test_memory_is_relieved_only_when_it_is_short(self) -> None:
         for error, tries in ((OSError("disk"), 3), (ValueError("bad"), 1)):
             engine = OneFailure(error, 0)
             relief = Relieving(engine, 5)
@@ -619,7 +619,7 @@ class TestDegradation:
         assert reads == [0, 1, 2, 2, 3, 3, 3, 4] and answer.trace.failures == 3
         assert [answer.text] == expected(whole_index, 0)
 
-    async def test_a_request_that_is_cancelled_while_its_search_is_taken_up_mixes_up_no_other(
+    async def test_a_request_cancelled_while_its_search_is_resumed_mixes_up_no_other(
         self, search: Any, index: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Its checkpoint goes with it, before the thread has begun."""

@@ -282,7 +282,7 @@ class TestPredicting:
         requests=st.lists(NAMES, max_size=12),
         options=st.sampled_from([{}, {"search": "greedy"}, {"max_displacement": 0}, {"keep_first": 1}]),
     )
-    def test_is_an_orderings_and_records_nothing(self, requests: list[list[str]], options: dict[str, Any]) -> None:
+    def test_equals_the_orderings_and_records_nothing(self, requests: list[list[str]], options: dict[str, Any]) -> None:
         shape: dict[str, Any] = {"block_size": 16, "capacity_tokens": 256, "prefix_tokens": 20, "strict": True}
         asked, other = Orderer(**shape, **options), Orderer(**shape, **options)
         for names in requests:

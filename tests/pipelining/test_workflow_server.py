@@ -414,7 +414,7 @@ class TestSpeculation:
             search.next()
             await asyncio.gather(*runs)
 
-    async def test_odds_end_what_does_not_come_true(self) -> None:
+    async def test_odds_decline_speculations_that_are_wrong(self) -> None:
         engine, graph, search = SlowEngine(pause_s=0.0005), one_shot(topk=1).compile(), PlayedSearch([1], [2])
         declined = 0
         async with played_server(engine, search, SpeculateGeneration(), Split()) as server:
