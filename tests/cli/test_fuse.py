@@ -41,17 +41,31 @@ def corpus(tmp_path: Path) -> Path:
     return write(tmp_path / "corpus.jsonl", documents())
 
 
-@pytest.fixture
-def graph(tmp_path: Path) -> Path:
-    return write(tmp_path / "graph.jsonl", [{"id": f"d{n}", "neighbours": [f"d{n + 1}", "d0"]} for n in range(4)])
-
-
-@pytest.fixture
-def options(model_folder: Path, graph: Path, tmp_path: Path) -> list[Any]:
+def options_in(folder: Path, model_folder: Path) -> list[Any]:
+    graph = write(folder / "graph.jsonl", [{"id": f"d{n}", "neighbours": [f"d{n + 1}", "d0"]} for n in range(4)])
     return [
-        *("--model", model_folder, "--out", tmp_path / "kv", "--neighbours-by", f"graph:{graph}", "--neighbours", 2),
+        *("--model", model_folder, "--out", folder / "kv", "--neighbours-by", f"graph:{graph}", "--neighbours", 2),
         *("--profile", "none", "--device-tokens", 2048, "--device", "cpu"),
     ]
+
+
+@pytest.fixture
+def options(model_folder: Path, tmp_path: Path) -> list[Any]:
+    return options_in(tmp_path, model_folder)
+
+
+@pytest.fixture(scope="module")
+def built_once(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("built")
+    done = fuse("build", write(folder / "corpus.jsonl", documents()), *options_in(folder, model_folder))
+    assert done.exit_code == 0, done.output
+    return folder / "kv"
+
+
+@pytest.fixture
+def built(built_once: Path, tmp_path: Path) -> Path:
+    """A build of four documents."""
+    return shutil.copytree(built_once, tmp_path / "kv")
 
 
 def figures(folder: Path) -> dict[str, Any]:
@@ -95,9 +109,7 @@ def test_a_build_is_made_shown_extended_and_reduced(corpus: Path, options: list[
     assert "no document 'd1': nothing was removed" in refusal("remove", kv, "d0", "d1")
 
 
-def test_documents_are_those_of_the_prompt(
-    corpus: Path, options: list[Any], model_folder: Path, tmp_path: Path
-) -> None:
+def test_documents_are_those_of_prompts(corpus: Path, options: list[Any], model_folder: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     template = "{title}: {text}\n"
@@ -140,55 +152,39 @@ def test_a_build_is_gone_on_with_only_if_it_is_the_same(corpus: Path, options: l
         ([{"id": "a", "text": "word " * 3000}], "document 'a' has more than"),
     ],
 )
-def test_a_corpus_that_cannot_be_read_is_named(
-    corpus: Path, options: list[Any], lines: list[Any], problem: str, tmp_path: Path
-) -> None:
+def test_a_bad_corpus_is_said(corpus: Path, options: list[Any], lines: list[Any], problem: str, tmp_path: Path) -> None:
     write(corpus, lines)
     assert problem in refusal("build", corpus, *options)
     assert list((tmp_path / "kv").glob("chunks/??/*")) == []
 
 
-@pytest.mark.parametrize("command", ["build", "add"])
-def test_a_corpus_is_checked_before_the_model_is_loaded(
-    command: str, corpus: Path, options: list[Any], model_folder: Path, tmp_path: Path
-) -> None:
-    if command == "add":
-        assert fuse("build", corpus, *options).exit_code == 0
-    absent = ["--model", tmp_path / "no-model"]
-    wrong = write(tmp_path / "wrong.jsonl", [{"text": "x"}])
-    arguments = [wrong, *options, *absent] if command == "build" else [tmp_path / "kv", wrong, *absent]
-    assert 'wrong.jsonl:1: "id" is missing: add it' in refusal(command, *arguments)
+def test_a_corpus_is_checked_before_the_model_is_loaded(options: list[Any], built: Path, tmp_path: Path) -> None:
+    wrong, absent = write(tmp_path / "wrong.jsonl", [{"text": "x"}]), ["--model", tmp_path / "no-model"]
+    for command in (["build", wrong, *options], ["add", built, wrong]):
+        assert 'wrong.jsonl:1: "id" is missing: add it' in refusal(*command, *absent)
 
 
-def test_a_disk_that_is_too_small_is_said_with_the_size_needed(
-    corpus: Path, options: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_too_small_is_said(corpus: Path, options: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=4096, f_frsize=1))
     said = " ".join(refusal("build", corpus, *options).split())
     assert "has 4,096 bytes free, but the KV of 4 documents" in said and "make room" in said
 
 
-def test_a_server_with_less_disk_than_the_build_takes_does_not_start(
-    corpus: Path, options: list[Any], model_folder: Path, tmp_path: Path
-) -> None:
+def test_a_server_with_less_disk_than_the_build_takes_does_not_start(built: Path, model_folder: Path) -> None:
     """It would have removed a part of the build."""
-    kv = tmp_path / "kv"
-    assert fuse("build", corpus, *options).exit_code == 0
-    size = figures(kv)["bytes"]
-    serve = ["engine", "--model", model_folder, "--reuse", "fused", "--disk-path", kv]
+    size = figures(built)["bytes"]
+    serve = ["engine", "--model", model_folder, "--reuse", "fused", "--disk-path", built]
     done = run_command(main, *serve, "--disk-bytes", size - 1)
     said = " ".join(done.stderr.split())
     assert done.exit_code != 0
     assert f"holds a build of {size:,} bytes, and a disk tier of {size - 1:,} would evict a part of it" in said
     assert "give --disk-bytes 1GiB" in said
-    assert figures(kv)["stored"] == 4
+    assert figures(built)["stored"] == 4
 
 
-def test_what_is_no_build_or_another_models_is_said(corpus: Path, options: list[Any], tmp_path: Path) -> None:
-    assert "is neither a disk tier nor a build" in run_command(main, "stats", tmp_path).stderr
+def test_no_build_or_another_models_is_said(corpus: Path, options: list[Any], built: Path, tmp_path: Path) -> None:
     for command in (["remove", tmp_path, "a"], ["add", tmp_path, corpus]):
         assert "has no build: name the folder of one" in refusal(*command)
-    assert fuse("build", corpus, *options).exit_code == 0
     said = refusal("build", corpus, *options, "--resume", "--dtype", "float32")
     assert "another model, or of the same one set up differently" in said
 
@@ -213,28 +209,15 @@ DAMAGE = {
 
 
 class TestADamagedManifest:
-    @pytest.fixture(scope="class")
-    @staticmethod
-    def built(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        folder = tmp_path_factory.mktemp("built")
-        graph = write(folder / "graph.jsonl", [{"id": f"d{n}", "neighbours": ["d0"]} for n in range(4)])
-        made = ["--model", model_folder, "--out", folder / "kv", "--neighbours-by", f"graph:{graph}"]
-        small = ["--neighbours", 1, "--profile", "none", "--device-tokens", 2048, "--device", "cpu"]
-        done = fuse("build", write(folder / "corpus.jsonl", documents()), *made, *small)
-        assert done.exit_code == 0, done.output
-        return folder / "kv"
-
-    def damaged(self, built: Path, tmp_path: Path, statement: str) -> Path:
-        shutil.copytree(built, tmp_path / "kv")
-        with closing(sqlite3.connect(tmp_path / "kv" / "documents.sqlite")) as db, db:
+    def damage(self, built: Path, statement: str) -> None:
+        with closing(sqlite3.connect(built / "documents.sqlite")) as db, db:
             db.execute(statement)
-        return tmp_path / "kv"
 
     @pytest.mark.parametrize("statement", DAMAGE.values(), ids=DAMAGE)
     def test_is_refused_by_each_command_and_not_quoted(self, built: Path, tmp_path: Path, statement: str) -> None:
-        kv = self.damaged(built, tmp_path, statement)
+        self.damage(built, statement)
         more = write(tmp_path / "more.jsonl", [{"id": "new", "text": "Some new words."}])
-        for command in (["stats", kv], ["fuse", "remove", kv, "d1"], ["fuse", "add", kv, more]):
+        for command in (["stats", built], ["fuse", "remove", built, "d1"], ["fuse", "add", built, more]):
             done = run_command(main, *command)
             said = done.stderr
             assert done.exit_code != 0
@@ -242,9 +225,9 @@ class TestADamagedManifest:
             assert "hunter2" not in said
 
     def test_with_tokens_that_the_model_does_not_have_is_given_to_no_model(self, built: Path, tmp_path: Path) -> None:
-        kv = self.damaged(built, tmp_path, "UPDATE documents SET tokens = x'FFFFFF7F00000000'")
+        self.damage(built, "UPDATE documents SET tokens = x'FFFFFF7F00000000'")
         more = write(tmp_path / "more.jsonl", [{"id": "new", "text": "Some new words."}])
-        assert "a document has tokens outside the model's vocabulary" in refusal("add", kv, more)
+        assert "a document has tokens outside the model's vocabulary" in refusal("add", built, more)
 
 
 @pytest.mark.parametrize(

@@ -20,30 +20,28 @@ COMMANDS = ("replay", "order", "plan")
 CACHES = ("unlimited", "6000")
 
 
-def log(folder: Path, *, requests: int = 200, tenants: int = 2, objects: bool = False) -> Path:
+def written(folder: Path, *lines: dict[str, Any]) -> Path:
+    path = folder / "lines.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    return path
+
+
+def log(folder: Path, *, objects: bool = False) -> Path:
     """What an application logs of topical questions: each length is that of its document, whatever its rank."""
     rng = random.Random(7)
     lines = []
-    for time in range(requests):
+    for time in range(200):
         topic = rng.randrange(12)
         numbers = [topic * 8 + each for each in rng.sample(range(8), 5)]
         lengths = [100 + 7 * number for number in numbers]
         documents: list[Any] = [f"d{number}" for number in numbers]
-        line = {"time": time, "tenant": f"t{rng.randrange(tenants)}", "documents": documents, "tokens": lengths}
+        line = {"time": time, "tenant": f"t{rng.randrange(2)}", "documents": documents, "tokens": lengths}
         line |= {"prefix_tokens": 40, "suffix_tokens": 21, "output_tokens": 11}
         if objects:
             both = zip(documents, line.pop("tokens"), strict=True)
             line["documents"] = [{"id": id, "tokens": tokens} for id, tokens in both]
         lines.append(line)
-    path = folder / "log.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    return path
-
-
-def written(folder: Path, *lines: dict[str, Any]) -> Path:
-    path = folder / "lines.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    return path
+    return written(folder, *lines)
 
 
 def run(command: str, path: Path, folder: Path, *options: str) -> Any:
@@ -52,7 +50,7 @@ def run(command: str, path: Path, folder: Path, *options: str) -> Any:
 
 
 def ordered(path: Path, *options: str) -> list[dict[str, Any]]:
-    done = invoke("order", path, *options)
+    done = run("order", path, path.parent, *options)
     assert done.exit_code == 0, done.output
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -68,11 +66,8 @@ def replayed(path: Path, cache: str, *options: str) -> int:
     """The cached tokens that a replay reports of ragorder's order."""
     done = invoke("replay", path, "--no-sweep", "--capacity-tokens", cache, "-o", "-", *options)
     assert done.exit_code == 0, done.output
-    return next(
-        each["cached_tokens"]
-        for each in json.loads(done.stdout.splitlines()[-1])["facts"]["runs"]
-        if each["policy"] == "earned"
-    )
+    runs = json.loads(done.stdout.splitlines()[-1])["facts"]["runs"]
+    return next(each["cached_tokens"] for each in runs if each["policy"] == "earned")
 
 
 class TestTheSameFile:
@@ -86,7 +81,7 @@ class TestTheSameFile:
         answers = ordered(path, "--capacity-tokens", cache)
         assert sum(answer["cached_tokens"] for answer in answers) == replayed(path, cache) > 0
 
-    def test_is_so_where_lengths_come_from_options(self, tmp_path: Path) -> None:
+    def test_a_replay_agrees_where_lengths_come_from_options(self, tmp_path: Path) -> None:
         lines = [{"time": time, "documents": [f"d{time * each % 7}" for each in range(1, 4)]} for time in range(60)]
         path = written(tmp_path, *lines)
         lengths = ("--document-tokens", "90", "--prefix-tokens", "30")
@@ -103,7 +98,7 @@ class TestTheSameFile:
 
 
 class TestTokens:
-    def test_stand_beside_their_documents(self, tmp_path: Path) -> None:
+    def test_tokens_stay_with_their_documents(self, tmp_path: Path) -> None:
         path = log(tmp_path)
         for orders in (ordered(path), ordered(path, "--batch"), planned(path, tmp_path)):
             assert any(answer["permutation"] != sorted(answer["permutation"]) for answer in orders)
@@ -115,14 +110,14 @@ class TestTokens:
         assert [(each["tokens"], each["cached_tokens"]) for each in ordered(path)] == [(64, 0), (64, 128)]
         assert [(each["tokens"], each["cached_tokens"]) for each in planned(path, tmp_path)] == [(64, 0), (64, 128)]
 
-    def test_of_another_number_make_another_document(self, tmp_path: Path) -> None:
+    def test_another_length_makes_another_document(self, tmp_path: Path) -> None:
         path = written(tmp_path, *({"documents": ["a"], "tokens": [length]} for length in (64, 80, 64)))
         assert [each["cached_tokens"] for each in ordered(path)] == [0, 0, 64]
         assert sorted(each["cached_tokens"] for each in planned(path, tmp_path)) == [0, 0, 64]
 
 
 class TestTenants:
-    def test_share_nothing(self, tmp_path: Path) -> None:
+    def test_tenants_share_nothing(self, tmp_path: Path) -> None:
         both = [{"time": 1, "tenant": name, "documents": ["x", "y"], "tokens": [300, 300]} for name in "aba"]
         path = written(tmp_path, *both)
         for options in ((), ("--batch",)):
@@ -132,7 +127,7 @@ class TestTenants:
             [("b", 0), ("a", 0), ("a", 600)],
         )
 
-    def test_nor_do_requests_with_another_length_in_front(self, tmp_path: Path) -> None:
+    def test_prefixes_of_other_lengths_share_nothing(self, tmp_path: Path) -> None:
         both = [{"documents": ["x", "y"], "tokens": 320, "prefix_tokens": length} for length in (64, 128, 64)]
         path = written(tmp_path, *both)
         for options in ((), ("--batch",)):
@@ -141,7 +136,7 @@ class TestTenants:
 
 
 class TestIds:
-    def test_that_are_integers_are_no_strings_and_stay_integers(self, tmp_path: Path) -> None:
+    def test_integers_stay_integers_and_differ_from_strings(self, tmp_path: Path) -> None:
         path = written(tmp_path, {"documents": [7, "8"]}, {"documents": ["7", 8]}, {"documents": ["8", {"id": 7}]})
         for orders in (ordered(path), planned(path, tmp_path)):
             by_index = {answer["index"]: answer for answer in orders}
@@ -150,7 +145,7 @@ class TestIds:
 
 
 class TestFields:
-    def test_are_repeated_as_they_came(self, tmp_path: Path) -> None:
+    def test_fields_are_repeated_as_they_came(self, tmp_path: Path) -> None:
         line = {"time": "2025-01-31T12:00:00Z", "tenant": "a", "documents": ["x"], "prompt_tokens": 900, "user": [1]}
         line |= {"id": 7, "query": "Größe? 🙂 \ud800", "nested": {"a": [1, None, 1.5]}}
         # The answer's own fields win.
@@ -160,9 +155,7 @@ class TestFields:
             assert answer == line | own
 
     @pytest.mark.parametrize("command", ["order", "plan"])
-    def test_that_may_be_meant_for_others_or_are_parallel_to_documents_are_said(
-        self, tmp_path: Path, command: str
-    ) -> None:
+    def test_unread_fields_are_warned_of(self, tmp_path: Path, command: str) -> None:
         line = {"id": "q1", "query": "Why?", "documents": ["x", "y"]}
         assert "Warning" not in run(command, written(tmp_path, line), tmp_path / "one").stderr
         line |= {"token": [1, 2], "scope": "a", "scores": [0.5, 0.25]}
@@ -186,9 +179,7 @@ class TestFields:
         ],
         ids=lambda part: next(iter(part)) if isinstance(part, dict) else "",
     )
-    def test_that_contradict_each_other_are_refused_by_all(
-        self, tmp_path: Path, command: str, wrong: dict[str, Any], said: str
-    ) -> None:
+    def test_contradictions_are_refused(self, tmp_path: Path, command: str, wrong: dict[str, Any], said: str) -> None:
         line = {"time": 1, "documents": ["x", "y"]}
         path = written(tmp_path, line, line | wrong)
         done = run(command, path, tmp_path)

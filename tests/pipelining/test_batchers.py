@@ -41,7 +41,7 @@ class TestPolicies:
         assert sizes == [2, 63, 64, *([64, 64] if most else [65, 701])]
 
     @given(waiting=st.integers(1, 200), running=st.integers(0, 50), c=st.floats(0, 1.5), most=st.integers(1, 40))
-    def test_by_backlog_it_is_the_best_batch(self, waiting: int, running: int, c: float, most: int) -> None:
+    def test_backlog_aware_takes_the_best_batch(self, waiting: int, running: int, c: float, most: int) -> None:
         law = PowerLaw(2.0, c)
         batcher = BacklogAware(law.__call__, most=most)
         sizes = sorted({*(1 << power for power in range(most.bit_length())), most})
@@ -58,7 +58,7 @@ class TestPolicies:
                 batcher = BacklogAware(PowerLaw(1, c), sizes=[waiting // 2, waiting])
                 assert batcher.size(Backlog(waiting)) == expected
 
-    def test_a_machine_that_turns_out_otherwise_is_learnt(self) -> None:
+    def test_times_of_batches_are_learnt(self) -> None:
         batcher = BacklogAware(most=64)
         assert batcher.size(Backlog(64)) == 64
         for size in (1, 4, 16, 64, 2, 8, 32) * 10:
@@ -110,7 +110,7 @@ class TestKVTokens:
 
     @settings(max_examples=examples(100))
     @given(st.integers(0, 2**16))
-    def test_as_requests_come_and_go_it_is_that_of_a_trie(self, seed: int) -> None:
+    def test_follow_a_trie_as_requests_come_and_go(self, seed: int) -> None:
         """Never less than the distinct documents need, nor more than the sum; nothing is left of those that have
         ended."""
         random, kv, running = Random(seed), trie_kv(), list[Context[str, str]]()
@@ -157,7 +157,7 @@ class TestKVTokens:
         assert set(read.values()) == {1}
 
     @given(st.integers(1, 40), st.integers(0, 50))
-    def test_the_most_that_fit_from_the_front(self, count: int, fitting: int) -> None:
+    def test_the_longest_prefix_that_fits(self, count: int, fitting: int) -> None:
         tried: list[int] = []
 
         def fits(number: int) -> bool:
@@ -267,7 +267,7 @@ class TestBatchesFollowTheBacklog:
         assert max(event.running for event in began) == min(32, max(arrivals.count(at_s) for at_s in arrivals))
         assert events[-1].running == events[-1].waiting == 0
 
-    def test_a_static_batch_does_not(self) -> None:
+    def test_a_static_batch_ignores_the_backlog(self) -> None:
         events = run_virtual(served([0.0] * 40 + [50.0], joins=False, batching=AllWaiting(16)))
         assert [event.running for event in events if event.event == "began"] == [16, 16, 8, 1]
 
@@ -289,7 +289,7 @@ class TestBatchesFollowTheBacklog:
         assert {event.running for event in began(5)} == {1}
 
     @pytest.mark.parametrize("joins", [True, False])
-    def test_what_is_learnt_is_the_time_beside_others(self, joins: bool) -> None:
+    def test_learnt_times_belong_to_the_number_that_ran(self, joins: bool) -> None:
         samples: list[tuple[int, float]] = []
 
         class Noted(BacklogAware):

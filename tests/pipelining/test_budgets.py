@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,14 +10,7 @@ from typing import Any
 
 import pytest
 
-from ragorder.pipelining.placement.budgets import (
-    Budgets,
-    cgroup_headroom,
-    device_memory,
-    disk_memory,
-    format_bytes,
-    host_memory,
-)
+from ragorder.pipelining.placement.budgets import Budgets, cgroup_headroom, device_memory, disk_memory, format_bytes
 
 
 def group(folder: Path, limit: str, used: int, reclaimable: int, *, version: int = 2) -> None:
@@ -37,16 +29,14 @@ class TestSizes:
         assert (budgets.device_bytes, budgets.host_bytes, budgets.disk_bytes) == (6 << 30, 24 << 30, 1_500_000_000)
         assert not budgets.unified
         assert budgets == Budgets(6 << 30, "24GiB", 1_500_000_000)
+        assert replace(Budgets(1, 2, 3, unified=True), host_bytes=20) == Budgets(1, 20, 3, unified=True)
 
     @pytest.mark.parametrize("size", [-1, "-1GiB", "six", "6 apples", "", 1.5, True, None])
     @pytest.mark.parametrize("name", ["device_bytes", "host_bytes", "disk_bytes"])
-    def test_that_are_none_are_refused_by_name(self, name: str, size: Any) -> None:
+    def test_bad_sizes_are_refused_by_name(self, name: str, size: Any) -> None:
         sizes: dict[str, Any] = {"device_bytes": 1, "host_bytes": 1, name: size}
         with pytest.raises(ValueError, match=name):
             Budgets(**sizes)
-
-    def test_can_be_changed_one_by_one(self) -> None:
-        assert replace(Budgets(1, 2, 3, unified=True), host_bytes=20) == Budgets(1, 20, 3, unified=True)
 
     @pytest.mark.parametrize(
         ("size", "text"),
@@ -67,7 +57,7 @@ class TestThisMachine:
             assert budgets.device_bytes == budgets.host_bytes
 
     @pytest.mark.parametrize("share", [0, -0.5, 1.5])
-    def test_a_share_is_one(self, share: float) -> None:
+    def test_a_share_outside_0_to_1_is_refused(self, share: float) -> None:
         with pytest.raises(ValueError, match="share"):
             Budgets.of_this_machine(share=share)
 
@@ -86,7 +76,6 @@ class TestThisMachine:
         pytest.importorskip("psutil")
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
         assert 0 < int(done.stdout) <= 64 << 20
-        assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY or host_memory()
 
     @pytest.mark.parametrize(
         ("script", "visible", "found"),
@@ -128,7 +117,7 @@ class TestControlGroups:
             ({".": ("100", 150, 0)}, "0::/", 0),
         ],
     )
-    def test_what_is_left(
+    def test_headroom_of_nested_groups(
         self, tmp_path: Path, groups: dict[str, tuple[str, int, int]], membership: str | None, headroom: int | None
     ) -> None:
         for name, (limit, used, reclaimable) in groups.items():

@@ -43,6 +43,11 @@ def undriven(index: Any, nprobe: int | None = None, cores: int = 1, **options: A
     return ContinuousIVF(index, nprobe=nprobe, cores=cores, **settings)
 
 
+def advance(search: ContinuousIVF, pieces: int) -> None:
+    for _ in range(pieces):
+        search.advance()
+
+
 def advance_all(search: ContinuousIVF) -> int:
     """How many pieces were left."""
     return sum(1 for _ in iter(search.advance, False))
@@ -53,20 +58,8 @@ def params_of(nprobe: int, **selector: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def flat() -> Any:
-    return build("IVF24,Flat")
-
-
-@pytest.fixture(scope="module")
 def queries() -> Any:
     return vectors(200, 1)
-
-
-@pytest.fixture
-def scanned() -> Callable[[], int]:
-    """How many clusters FAISS has scanned."""
-    faiss.cvar.indexIVF_stats.reset()
-    return lambda: int(faiss.cvar.indexIVF_stats.nlist)
 
 
 class TestTheResultIsThatOfFaiss:
@@ -76,9 +69,7 @@ class TestTheResultIsThatOfFaiss:
         ("data", "description", "metric"),
         grid([*itertools.product([vectors, tied], FLAVOURS, METRICS.values())], 9),
     )
-    def test_of_64_at_a_time_that_join_and_leave_in_every_kind_of_index(
-        self, data: Any, description: str, metric: int
-    ) -> None:
+    def test_of_64_that_join_and_leave_in_every_kind_of_index(self, data: Any, description: str, metric: int) -> None:
         chance, index, queries = random.Random(0), build(description, metric, data(600, 0), nprobe=7), data(160, 1)
         search = undriven(index, cores=2)
         histories = [None, *(History() for _ in range(4))]
@@ -140,8 +131,8 @@ class TestTheResultIsThatOfFaiss:
             if step == "join":
                 query = rng.integers(0, levels, (1, 3)).astype(np.float32)
                 k = int(rng.integers(1, 30))
-                history = histories[int(rng.integers(3))]
-                handles.append((search.submit(query, k, history=history, due=bool(rng.integers(2))), query, k))
+                history, due, whole = histories[int(rng.integers(3))], bool(rng.integers(2)), rng.integers(4) == 0
+                handles.append((search.submit(query, k, history=history, due=due, whole=bool(whole)), query, k))
             elif step == "advance":
                 search.advance()
             elif handles:
@@ -158,11 +149,6 @@ class TestTheResultIsThatOfFaiss:
                     handle.result()
             else:
                 assert_same(handle.result(), index.search(query, k))
-
-    @pytest.mark.parametrize("cores", [1, 3])
-    def test_of_many_queries_in_one_search(self, cores: int, flat: Any, queries: Any) -> None:
-        *_, found = undriven(flat, 9, cores).search(queries, 7)
-        assert_same(found, flat.search(queries, 7, params=params_of(9)))
 
     def test_of_many_threads(self, flat: Any, queries: Any) -> None:
         with ContinuousIVF(flat, nprobe=12, cores=2, budget=Budget(1e-6)) as search:
@@ -232,12 +218,14 @@ class TestSearchParameters:
             assert_same(handle.result(), index.search(query[None], 7, params=theirs))
         assert (handles[-1].result().ids == -1).all()
 
-    def test_of_searches_with_several_queries(self, flat: Any, queries: Any) -> None:
-        params, search = params_of(5, sel=faiss.IDSelectorRange(0, 900, True)), undriven(flat, cores=3)
-        other = search.submit(queries[0], 5)
-        *_, found = search.search(queries, 7, params=params)
-        assert_same(found, flat.search(queries, 7, params=params))
-        assert other.done
+    @pytest.mark.parametrize("cores", [1, 3])
+    def test_of_searches_with_several_queries(self, cores: int, flat: Any, queries: Any) -> None:
+        search, chosen = undriven(flat, 9, cores), params_of(5, sel=faiss.IDSelectorRange(0, 900, True))
+        for params, searched in ((None, params_of(9)), (chosen, chosen)):
+            other = search.submit(queries[0], 5)
+            *_, found = search.search(queries, 7, params=params)
+            assert_same(found, flat.search(queries, 7, params=searched))
+            assert other.done
 
     async def test_in_an_event_loop(self, flat: Any, queries: Any) -> None:
         params = params_of(5, sel=faiss.IDSelectorBatch([1, 2, 3]))
@@ -248,29 +236,23 @@ class TestSearchParameters:
 
 
 class TestStages:
-    def test_are_numbered_by_clusters_and_only_the_last_is_final(self, flat: Any, queries: Any) -> None:
-        found = list(undriven(flat, 9).search(queries[:1], 5))
-        assert [stage.number for stage in found] == list(range(1, 10))
-        assert {stage.stages for stage in found} == {9}
-        assert [stage.final for stage in found] == [False] * 8 + [True]
+    def test_say_their_number_whether_final_and_how_long_nothing_changed(self, flat: Any, queries: Any) -> None:
+        found, settled, before = list(undriven(flat, 20).search(queries[:1], 5)), 0, None
+        numbers = [(stage.number, stage.stages, stage.final) for stage in found]
+        assert numbers == [(number, 20, number == 20) for number in range(1, 21)]
         for stage in found:
             assert_same(stage, flat.search(queries[:1], 5, params=params_of(stage.number)))
-            with pytest.raises(ValueError, match="read-only"):
-                stage.ids[0, 0] = 7
-
-    def test_say_for_how_many_clusters_nothing_has_changed(self, flat: Any, queries: Any) -> None:
-        settled, before = 0, None
-        for stage in undriven(flat, 20).search(queries[:1], 5):
             settled = settled + 1 if before is not None and (stage.ids == before).all() else 0
             assert stage.settled == settled
             before = stage.ids
+            with pytest.raises(ValueError, match="read-only"):
+                stage.ids[0, 0] = 7
         assert settled > 5
 
     def test_that_nobody_takes_in_time_are_skipped_but_never_the_final_one(self, flat: Any, queries: Any) -> None:
         search = undriven(flat, 9)
         handle = search.submit(queries[0], 5)
-        for _ in range(4):
-            search.advance()
+        advance(search, 4)
         stages = handle.stages()
         assert next(stages).number == 4
         advance_all(search)
@@ -311,8 +293,7 @@ class TestAPiece:
     def test_is_of_the_oldest_search_until_there_is_work_enough(self, flat: Any, queries: Any) -> None:
         search = undriven(flat, 9)
         first, second = (search.submit(query, 5) for query in queries[:2])
-        for _ in range(9):
-            search.advance()
+        advance(search, 9)
         assert first.done and not second.done
         assert advance_all(search) == 9
 
@@ -321,13 +302,11 @@ class TestAPiece:
         ahead = search.submit(queries[0], 5, due=False)
         search.advance()
         due = search.submit(queries[1], 5)
-        for _ in range(9):
-            search.advance()
+        advance(search, 9)
         assert due.done and not ahead.done
         other = search.submit(queries[1], 5)
         ahead.promote()
-        for _ in range(8):
-            search.advance()
+        advance(search, 8)
         assert ahead.done and not other.done
 
     def test_is_of_the_shortest_search_if_so_ordered(self, queries: Any) -> None:
@@ -335,8 +314,7 @@ class TestAPiece:
         long = search.submit(queries[0], 5, params=params_of(24))
         search.advance()
         short = search.submit(queries[1], 5, params=params_of(3))
-        for _ in range(3):
-            search.advance()
+        advance(search, 3)
         assert short.done and not long.done
 
     def test_is_not_put_off_for_ever_by_shorter_searches(self, flat: Any, queries: Any) -> None:
@@ -365,9 +343,7 @@ class TestAPiece:
         piece = fill(searches, PieceLimit(10.0, whole=True), cores=1, code_s=1.0, order="oldest", now_s=0.0)
         assert [search for search, _ in piece] == searches[:taken]
 
-    def test_of_one_search_is_dealt_to_all_cores(
-        self, flat: Any, queries: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_of_one_search_is_dealt_to_cores(self, flat: Any, queries: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         search, calls, scan = undriven(flat, 24, 3, budget=Budget(1e9)), [], ClusterIndex.scan
         search.costs.code_s = 1.0
 
@@ -414,9 +390,7 @@ class TestSearchesThatEndEarly:
             with pytest.raises(CancelledError):
                 waiting.result(10)
 
-    def test_by_an_error_of_faiss_do_not_end_the_others(
-        self, flat: Any, queries: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_by_an_error_do_not_end_the_others(self, flat: Any, queries: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         scan, bad = ClusterIndex.scan, queries[3]
 
         def failing(self: Any, rows: Any, *rest: Any, **options: Any) -> Any:
@@ -445,9 +419,7 @@ class TestSearchesThatEndEarly:
         for row, handle in enumerate(handles):
             assert_same(handle.result(), flat.search(queries[row : row + 1], 5, params=params_of(9)))
 
-    def test_by_errors_anywhere_are_none_lost_and_none_answered_twice(
-        self, flat: Any, queries: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_by_errors_anywhere_end_once(self, flat: Any, queries: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """Failures of the quantizer, of scans, of decoding and of the piece itself, and cancellations."""
         chance = random.Random(0)
 
@@ -495,13 +467,12 @@ class TestSearchesThatEndEarly:
         with pytest.raises(RuntimeError, match="this search is closed"):
             search.submit(queries[0], 5)
 
-    def test_leave_no_thread_and_no_search_behind(self, flat: Any, queries: Any) -> None:
+    def test_leave_no_thread_and_no_search(self, flat: Any, queries: Any) -> None:
         others = set(threading.enumerate())
         search = ContinuousIVF(flat, nprobe=9, cores=2)
         handle = search.submit(queries[0], 5)
         handle.result(60)
-        ended = weakref.ref(handle)
-        gone = weakref.ref(search)
+        ended, gone = weakref.ref(handle), weakref.ref(search)
         threads = set(threading.enumerate()) - others
         assert threads
         del handle, search
@@ -537,15 +508,6 @@ class TestHistory:
             search.submit(query, 5, history=history, params=params_of(8)).result()
             stages = list(search.submit(query, 5, history=history, params=params_of(1)).stages())
             assert all(stage.ids.tolist() == stages[-1].ids.tolist() for stage in stages)
-
-    @pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
-    @pytest.mark.parametrize("whole", [True, False])
-    def test_leaves_equals_of_several_clusters_in_the_order_of_their_ids(self, metric: int, whole: bool) -> None:
-        index = build("IVF24,Flat", metric, tied(N, 0), ids=np.random.default_rng(1).permutation(N))
-        search = undriven(index, 24)
-        for query in tied(30, 3):
-            found = search.submit(query, 20, history=History(), whole=whole).result()
-            assert_same(found, index.search(query[None], 20, params=params_of(24)))
 
     def test_lets_similar_searches_find_their_results_earlier(self, flat: Any, related: Any) -> None:
         search = undriven(flat, 24)
@@ -584,8 +546,7 @@ class TestHistory:
             # An older search has the first pieces.
             search.submit(first, 5)
             handle = search.submit(second, 3, history=history)
-            search.advance()
-            search.advance()
+            advance(search, 2)
             if handle.stage is not None:
                 stages.append(handle.stage)
                 assert set(handle.stage.ids[0].tolist()) <= set(kept)
@@ -613,8 +574,7 @@ class TestHistory:
     def test_has_what_a_search_ahead_of_need_found_before_it_was_cancelled(self, flat: Any, queries: Any) -> None:
         search, history = undriven(flat, 12), History()
         handle = search.submit(queries[0], 5, history=history, due=False)
-        for _ in range(3):
-            search.advance()
+        advance(search, 3)
         handle.cancel()
         assert not search.advance()
         past = history.similar(queries[0])
@@ -622,9 +582,7 @@ class TestHistory:
 
 
 class TestPatience:
-    def test_ends_a_search_after_clusters_that_change_nothing(
-        self, flat: Any, queries: Any, scanned: Callable[[], int]
-    ) -> None:
+    def test_ends_a_search_when_nothing_changes(self, flat: Any, queries: Any, scanned: Callable[[], int]) -> None:
         search = undriven(flat, 24, patience=4)
         stages = [search.submit(query, 5).result() for query in queries]
         assert scanned() < 0.5 * 24 * len(queries)
@@ -683,33 +641,29 @@ class TestBadInput:
             (np.zeros((1, D)), 5, "nprobe=3", "must be faiss.SearchParametersIVF.*got str"),
         ],
     )
-    def test_and_queries_before_the_search(self, query: Any, k: int, params: Any, says: str, flat: Any) -> None:
+    def test_bad_queries_are_refused_before_the_search(
+        self, query: Any, k: int, params: Any, says: str, flat: Any
+    ) -> None:
         given = faiss.SearchParametersIVF(**params) if isinstance(params, dict) else params
         search = undriven(flat)
         for ask in (search.submit, search.search, search.search_async):
             with pytest.raises((TypeError, ValueError), match=says):
                 ask(query, k, params=given)
 
-    def test_and_what_submit_alone_cannot_do(self, flat: Any) -> None:
+    def test_submit_takes_one_query_and_no_history_with_a_selector(self, flat: Any) -> None:
         with pytest.raises(ValueError, match="submit takes one query, got 2: use search"):
             undriven(flat).submit(np.zeros((2, D)), 5)
         params = params_of(1, sel=faiss.IDSelectorRange(0, 9))
         with pytest.raises(ValueError, match="a search with a selector has no history"):
             undriven(flat).submit(np.zeros(D), 5, params=params, history=History())
 
-    @pytest.mark.parametrize(
-        ("setting", "value", "says"),
-        [
-            ("nprobe", 0, "the index has nprobe 0: set it to at least 1"),
-            ("max_codes", 100, "a limit across stages: set it to 0"),
-        ],
-    )
-    def test_a_setting_of_the_index_that_comes_later(self, setting: str, value: int, says: str, queries: Any) -> None:
-        index = build()
-        search = undriven(index)
-        setattr(index, setting, value)
-        with pytest.raises(ValueError, match=says):
-            search.submit(queries[0], 5)
+    def test_bad_settings_of_the_index_that_come_later_are_refused(self, queries: Any) -> None:
+        for setting, value, says in (("nprobe", 0, "has nprobe 0: set it to at"), ("max_codes", 9, "set it to 0")):
+            index = build()
+            search = undriven(index)
+            setattr(index, setting, value)
+            with pytest.raises(ValueError, match=says):
+                search.submit(queries[0], 5)
 
 
 class TestBudget:
@@ -724,10 +678,10 @@ class TestBudget:
         assert all(gain(best.seconds) >= gain(best.seconds * factor) for factor in (0.5, 0.8, 1.25, 2.0))
         assert gain(best.seconds) > 0
 
-    def test_grows_with_the_searches_that_wait_for_a_core(self) -> None:
-        budget = Budget(1e-5)
-        alone = budget.limit(40.0, 0, 4).seconds
-        assert budget.limit(40.0, 8, 4).seconds == pytest.approx(3 * alone, rel=0.01)
+    def test_cuts_into_equal_pieces_which_grow_with_the_searches_that_wait_for_a_core(self) -> None:
+        assert Budget(1e-3).limit(0.16, 0, 1).seconds == pytest.approx(0.16 / 3)
+        alone, others = (Budget(1e-5).limit(40.0, waiting, 4).seconds for waiting in (0, 8))
+        assert others == pytest.approx(3 * alone, rel=0.01)
 
     @pytest.mark.parametrize("search_s", [0.01, 0.06, 0.1, 1.0, 30.0])
     @pytest.mark.parametrize("waiting", [0, 1, 50])
@@ -737,9 +691,7 @@ class TestBudget:
         assert limit.seconds <= max(search_s, 0.05) or waiting
 
     @pytest.mark.parametrize(("overhead_s", "search_s", "waiting"), [(1e-3, 0.09, 0), (1e-3, 0.04, 1), (1e-4, 0.5, 99)])
-    def test_leaves_searches_whole_where_pieces_gain_nothing(
-        self, overhead_s: float, search_s: float, waiting: int
-    ) -> None:
+    def test_leaves_searches_whole_without_a_gain(self, overhead_s: float, search_s: float, waiting: int) -> None:
         limit = Budget(overhead_s).limit(search_s, waiting, 1)
         assert limit.whole
         assert limit.seconds >= search_s
@@ -749,9 +701,6 @@ class TestBudget:
         assert Budget(1e-5).limit(4.0, 1, 4, cluster_s=0.1).whole
         assert Budget(1e-5).limit(4.0, 0, 4, cluster_s=0.1).seconds < 0.02
         assert Budget(1e-5).limit(4.0, 1, 1, cluster_s=0.1).seconds < 0.02
-
-    def test_cuts_into_equal_pieces(self) -> None:
-        assert Budget(1e-3).limit(0.16, 0, 1).seconds == pytest.approx(0.16 / 3)
 
     def test_learns_the_overhead_unless_it_is_given(self) -> None:
         """An interrupted piece counts as a few."""
@@ -778,21 +727,15 @@ class TestCosts:
                 costs.learn(1000 + number % 7 * 1000, code_s * (1000 + number % 7 * 1000))
         assert costs.code_s == pytest.approx(1e-6, rel=0.05)
 
-    def test_of_calls_of_one_size_are_right_at_that_size(self) -> None:
-        for seconds in (1e-5, 1e-3, 1e-1):
+    def test_of_calls_of_one_size_are_right_at_that_size_and_hardly_change_by_an_interrupted_call(self) -> None:
+        for seconds in (1e-5, 5e-4, 1e-3, 1e-1):
             costs = ClusterCosts(1e-7)
             for _ in range(200):
                 costs.learn(5000, seconds)
             assert costs.seconds(5000) == pytest.approx(seconds)
-            assert costs.code_s > 0
-            assert costs.call_s >= 0
-
-    def test_hardly_change_by_one_interrupted_call(self) -> None:
-        costs = ClusterCosts(1e-7)
-        for _ in range(100):
-            costs.learn(5000, 5e-4)
-        costs.learn(5000, 10.0)
-        assert costs.seconds(5000) < 6e-4
+            assert costs.code_s > 0 and costs.call_s >= 0
+            costs.learn(5000, 20_000 * seconds)
+            assert costs.seconds(5000) < 1.2 * seconds
 
     def test_do_not_change_by_calls_that_scan_nothing(self) -> None:
         costs = ClusterCosts(1e-7)

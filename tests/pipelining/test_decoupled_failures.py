@@ -17,7 +17,6 @@ from support.rings import length
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from support.ivf import write
 from support.waiting import turns
 from support.workflow_server import SlowEngine, answer_of, asking, document, embed, question, small_index
 from support.workflows import Asked, Committed, PlainPrompts
@@ -130,11 +129,6 @@ def index() -> Any:
     copy.make_direct_map()
     index.add(copy.reconstruct_n(0, 200))
     return index
-
-
-@pytest.fixture(scope="module")
-def path(index: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(index, tmp_path_factory.mktemp("index"))
 
 
 class OnlyBatches:

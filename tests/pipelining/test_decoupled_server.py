@@ -16,7 +16,6 @@ faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
 from support.inside import file_of
-from support.ivf import write
 from support.waiting import turns, until
 from support.workflow_server import SlowEngine, answer_of, asking, broken, document, embed, question, small_index
 from support.workflows import Asked, PlainPrompts
@@ -39,11 +38,6 @@ from ragorder.pipelining.workflow import NodeQuestion
 @pytest.fixture(scope="module")
 def index() -> Any:
     return small_index()
-
-
-@pytest.fixture(scope="module")
-def path(index: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(index, tmp_path_factory.mktemp("index"))
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +66,13 @@ async def separate(asked: NodeQuestion) -> list[str]:
     return [f"about {asked.text}"]
 
 
+def server_on(retrieval: Any, engine: Any = None, **options: Any) -> DecoupledServer[Any, Any, Any]:
+    found = retrieval_of(retrieval) if isinstance(retrieval, PartitionedSearch) else retrieval
+    return DecoupledServer(found, PlainPrompts(), engine or SlowEngine(), **options)
+
+
 def plain_server(engine: Any = None, **options: Any) -> DecoupledServer[Any, Any, Any]:
-    return DecoupledServer(plain_retrieval(separate), PlainPrompts(), engine or SlowEngine(), **options)
+    return server_on(plain_retrieval(separate), engine, **options)
 
 
 def placed(partitions: int, batch: int = 3) -> Placement:
@@ -105,15 +104,6 @@ class TestAnswers:
             assert server.unfinished == prompts.open == engine.running == 0 and prompts.confirmed == 60
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    async def test_can_be_streamed(self, search: Any, index: Any, joins: bool) -> None:
-        async with (
-            DecoupledServer(retrieval_of(search), PlainPrompts(), SlowEngine(), joins=joins) as server,
-            server.stream(question()) as stream,
-        ):
-            pieces = [piece async for piece in stream]
-        assert len(pieces) == 20 and stream.answer is not None
-        assert ["".join(pieces)] == [stream.answer.text] == expected(index, 0)
-
     async def test_of_a_batch_come_as_they_end(self, search: Any, index: Any, joins: bool) -> None:
         asked: list[int] = []
 
@@ -123,9 +113,7 @@ class TestAnswers:
                 yield question(number)
 
         found, progress = dict[int, str](), list[int]()
-        async with DecoupledServer(
-            retrieval_of(search), PlainPrompts(), SlowEngine(), joins=joins, max_requests=8
-        ) as server:
+        async with server_on(search, joins=joins, max_requests=8) as server:
             async for number, answer in server.batch(questions(), on_progress=progress.append):
                 assert len(asked) - len(found) <= 5
                 assert not isinstance(answer, Exception)
@@ -161,9 +149,8 @@ class TestAnswers:
     async def test_a_server_that_is_closed_ends_them(self, search: Any, joins: bool) -> None:
         for count in (0, 1, 3, 10, 40):
             prompts, engine = PlainPrompts(), SlowEngine(pause_s=0.001)
-            server: DecoupledServer[Any, Any, Any] = DecoupledServer(
-                retrieval_of(search), prompts, engine, joins=joins, batching=AllWaiting(3)
-            )
+            retrieval = retrieval_of(search)
+            server: Any = DecoupledServer(retrieval, prompts, engine, joins=joins, batching=AllWaiting(3))
             runs = asking(server, *range(8))
             for _ in range(count):
                 await asyncio.sleep(0.0005)
@@ -179,7 +166,7 @@ class TestAnswers:
 class TestWorkers:
     async def test_all_that_wait_pass_over_the_partitions_once(self, path: Path, whole_index: Any) -> None:
         with PartitionedSearch(path, 5, nprobe=10, cores=1) as search:
-            async with DecoupledServer(retrieval_of(search), PlainPrompts(), SlowEngine()) as server:
+            async with server_on(search) as server:
                 answers = await asyncio.gather(*asking(server, *range(50)))
             assert search.read_bytes == sum(search.partition_bytes)
         assert {answer.trace.retrieval_batch for answer in answers} == {50}
@@ -195,7 +182,7 @@ class TestWorkers:
                 for place, task in enumerate(tasks):
                     yield place, [task.question.text]
 
-        async with DecoupledServer(Gated(), PlainPrompts(), SlowEngine()) as server:
+        async with server_on(Gated()) as server:
             runs = asking(server, 0)
             await until(lambda: sizes)
             runs += asking(server, *range(1, 8))
@@ -215,7 +202,7 @@ class TestWorkers:
             finally:
                 searching.discard(asked.text)
 
-        async with DecoupledServer(plain_retrieval(search), PlainPrompts(), SlowEngine()) as server:
+        async with server_on(plain_retrieval(search)) as server:
             runs = asking(server, *range(3))
             await until(lambda: len(searching) == 3)
             runs[1].cancel()
@@ -276,9 +263,7 @@ class TestWorkers:
             await asyncio.gather(*runs)
 
     async def test_a_placement_changes_batch_and_partitions(self, search: Any) -> None:
-        async with DecoupledServer(
-            retrieval_of(search), PlainPrompts(), SlowEngine(), placement=placed(2), batching=AllWaiting()
-        ) as server:
+        async with server_on(search, placement=placed(2), batching=AllWaiting()) as server:
             assert search.resident == 2
             await asyncio.gather(*asking(server, *range(20)))
             assert max(event.batch for event in server.trace if event.worker == "generation") == 3
@@ -293,9 +278,7 @@ class TestWorkers:
                 with pytest.raises(ValueError, match=r"batch of at least 1|resident must be 0 to 5"):
                     await server.place(SimpleNamespace(partitions=partitions, batch=batch))
 
-    async def test_an_engine_takes_its_part_of_a_placement_and_what_becomes_smaller_makes_room(
-        self, search: Any
-    ) -> None:
+    async def test_a_placement_frees_memory_on_one_side_before_the_other_takes_it(self, search: Any) -> None:
         order: list[tuple[str, int]] = []
 
         class Placed(SlowEngine):
@@ -303,7 +286,7 @@ class TestWorkers:
                 order.append(("engine", search.resident))
                 return 1000
 
-        async with DecoupledServer(retrieval_of(search), PlainPrompts(), Placed(), placement=placed(2)) as server:
+        async with server_on(search, Placed(), placement=placed(2)) as server:
             runs = asking(server, *range(12))
             for partitions in (4, 1):
                 await server.place(placed(partitions))
@@ -322,7 +305,7 @@ class TestWorkers:
                 assert go_on.wait(60)
                 return 1000
 
-        async with DecoupledServer(retrieval_of(search), PlainPrompts(), Placed(), placement=placed(2)) as server:
+        async with server_on(search, Placed(), placement=placed(2)) as server:
             moving = asyncio.create_task(server.place(placed(2, batch=5)))
             await asyncio.to_thread(begun.wait, 60)
             answers = await asyncio.gather(*asking(server, *range(8)))
@@ -334,9 +317,7 @@ class TestWorkers:
             await asyncio.gather(*asking(server, *range(8)))
 
     @pytest.mark.parametrize("fits", [True, False])
-    async def test_an_engine_that_has_no_room_yet_is_asked_again_when_requests_end(
-        self, search: Any, fits: bool
-    ) -> None:
+    async def test_an_engine_without_room_is_asked_again_when_requests_end(self, search: Any, fits: bool) -> None:
         go_on, asked = asyncio.Event(), list[int]()
 
         class Full(Busy):
@@ -344,7 +325,7 @@ class TestWorkers:
                 asked.append(len(server.generating.running))
                 return 1000 if fits and len(asked) > 1 and asked[-1] <= 1 else None
 
-        async with DecoupledServer(retrieval_of(search), PlainPrompts(), Full(go_on), placement=placed(2, 4)) as server:
+        async with server_on(search, Full(go_on), placement=placed(2, 4)) as server:
             runs = asking(server, *range(6))
             await until(lambda: len(server.generating.running) == 4)
             moving = asyncio.create_task(server.place(placed(1, batch=1)))
@@ -366,7 +347,7 @@ class TestWorkers:
             def place(self, placement: Placement) -> int:
                 raise OSError("the disk has failed")
 
-        async with DecoupledServer(retrieval_of(search), PlainPrompts(), Broken(), placement=placed(2)) as server:
+        async with server_on(search, Broken(), placement=placed(2)) as server:
             for partitions, batch in ((0, 1), (4, 5)):
                 with pytest.raises(OSError, match="the disk has failed"):
                     await server.place(placed(partitions, batch))
@@ -407,8 +388,7 @@ class TestWorkers:
 
     async def test_the_trace_has_each_batch_and_each_request(self, search: Any) -> None:
         seen: list[Any] = []
-        options: dict[str, Any] = {"joins": False, "batching": AllWaiting(4), "observer": seen.append}
-        async with DecoupledServer(retrieval_of(search), PlainPrompts(), SlowEngine(), **options) as server:
+        async with server_on(search, joins=False, batching=AllWaiting(4), observer=seen.append) as server:
             await asyncio.gather(*asking(server, *range(10)))
         events = [each for each in seen if isinstance(each, BatchEvent)]
         traces = [each for each in seen if isinstance(each, RequestTrace)]
@@ -547,7 +527,7 @@ class TestDegradation:
             engine.most = 99
             await server.run(question())
 
-    async def test_memory_is_not_relieved_for_what_is_no_lack_of_it(self) -> None:
+    async def test_memory_is_relieved_only_when_it_is_short(self) -> None:
         for error, tries in ((OSError("disk"), 3), (ValueError("bad"), 1)):
             engine = OneFailure(error, 0)
             relief = Relieving(engine, 5)
@@ -617,7 +597,7 @@ class TestDegradation:
                 raise ValueError("not a number")
             return embed(questions)
 
-        async with DecoupledServer(retrieval_of(search, picky), PlainPrompts(), SlowEngine()) as server:
+        async with server_on(retrieval_of(search, picky)) as server:
             outcomes: list[Any] = await asyncio.gather(*asking(server, *range(30)), return_exceptions=True)
         assert isinstance(outcomes.pop(13), ValueError)
         assert [each.text for each in outcomes] == expected(index, *range(13), *range(14, 30))
@@ -633,13 +613,13 @@ class TestDegradation:
                 return read(partition)
 
             file_of(search).read = failing  # type: ignore[method-assign]
-            async with DecoupledServer(retrieval_of(search), PlainPrompts(), SlowEngine()) as server:
+            async with server_on(search) as server:
                 answer = await server.run(question())
                 assert server.retrieving.degradation.limit is None or server.retrieving.degradation.limit >= 1
         assert reads == [0, 1, 2, 2, 3, 3, 3, 4] and answer.trace.failures == 3
         assert [answer.text] == expected(whole_index, 0)
 
-    async def test_a_request_that_is_cancelled_while_its_search_is_taken_up_mixes_up_no_other(
+    async def test_a_request_cancelled_while_its_search_is_resumed_mixes_up_no_other(
         self, search: Any, index: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Its checkpoint goes with it, before the thread has begun."""
@@ -664,7 +644,7 @@ class TestDegradation:
             raise OSError("the disk")
 
         file_of(search).read = gone  # type: ignore[method-assign]
-        async with DecoupledServer(retrieval_of(search), PlainPrompts(), SlowEngine()) as server:
+        async with server_on(search) as server:
             with pytest.raises(OSError, match="the disk"):
                 await server.run(question())
 
@@ -713,7 +693,7 @@ class TestDegradation:
                     yield 99, ["nobody"]
 
         wild = Wild()
-        async with DecoupledServer(wild, PlainPrompts(), SlowEngine()) as server:
+        async with server_on(wild) as server:
             outcomes: list[Any] = await asyncio.gather(*asking(server, *range(4)), return_exceptions=True)
             refused = outcomes.pop(2)
             assert isinstance(refused, RuntimeError) and "without documents" in str(refused)

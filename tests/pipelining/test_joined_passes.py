@@ -43,11 +43,6 @@ def index() -> Any:
     return index
 
 
-@pytest.fixture(scope="module")
-def path(index: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(index, tmp_path_factory.mktemp("index"))
-
-
 @pytest.fixture
 def search(path: Path) -> Iterator[PartitionedSearch]:
     with PartitionedSearch(path, PARTITIONS, cores=1) as search:
@@ -244,6 +239,17 @@ async def waiting(server: DecoupledServer[Any, Any, Any], count: int) -> None:
     await until(lambda: server.retrieving.waiting == count, 0.001)
 
 
+async def join_a_pass(server: DecoupledServer[Any, Any, Any], gate: Gate, *numbers: int) -> list[asyncio.Task[Any]]:
+    """Request 0 has come to its third partition when these come; then no read waits any more."""
+    runs = asking(server, 0)
+    gate.let_through(2)
+    await gate.reached(0, 1, 2)
+    runs += asking(server, *numbers)
+    await waiting(server, len(numbers))
+    gate.let_through(100)
+    return runs
+
+
 def expected(index: Any, *numbers: int) -> list[str]:
     return [answer_of(index, question(number))[1] for number in numbers]
 
@@ -251,13 +257,7 @@ def expected(index: Any, *numbers: int) -> list[str]:
 class TestServer:
     async def test_a_request_that_comes_during_a_pass_joins_it(self, path: Path, index: Any) -> None:
         async with gated_server(path) as (server, gate):
-            runs = asking(server, 0)
-            gate.let_through(2)
-            await gate.reached(0, 1, 2)
-            runs += asking(server, 1, 2)
-            await waiting(server, 2)
-            gate.let_through(100)
-            answers = await asyncio.gather(*runs)
+            answers = await asyncio.gather(*await join_a_pass(server, gate, 1, 2))
             assert gate.asked == [0, 1, 2, 3, 4, 0, 1, 2]
             assert [answer.text for answer in answers] == expected(index, 0, 1, 2)
             assert [answer.trace.retrieval_batch for answer in answers] == [3, 3, 3]
@@ -286,9 +286,7 @@ class TestServer:
             await asyncio.gather(*runs)
             assert gate.asked == [0, 1, 2, 3, 4] * 2
 
-    async def test_a_request_that_is_cancelled_leaves_the_pass_at_the_next_partition(
-        self, path: Path, index: Any
-    ) -> None:
+    async def test_a_cancelled_request_leaves_the_pass_at_the_next_partition(self, path: Path, index: Any) -> None:
         async with gated_server(path) as (server, gate):
             stays, leaves = asking(server, 0, 1)
             await gate.reached(0)
@@ -324,12 +322,7 @@ class TestServer:
 
     async def test_a_question_that_cannot_join_ends_alone(self, path: Path, index: Any) -> None:
         async with gated_server(path) as (server, gate):
-            runs = asking(server, 0)
-            gate.let_through(2)
-            await gate.reached(0, 1, 2)
-            runs += asking(server, 1, 2, 13)
-            await waiting(server, 3)
-            gate.let_through(100)
+            runs = await join_a_pass(server, gate, 1, 2, 13)
             *answers, refused = await asyncio.gather(*runs, return_exceptions=True)
             assert isinstance(refused, ValueError)
             assert [answer.text for answer in answers] == expected(index, 0, 1, 2)
@@ -338,14 +331,8 @@ class TestServer:
     async def test_a_disk_that_fails_sets_back_no_request(self, path: Path, index: Any) -> None:
         async with gated_server(path) as (server, gate):
             gate.failures = [3]
-            runs = asking(server, 0)
-            gate.let_through(2)
-            await gate.reached(0, 1, 2)
-            runs += asking(server, 1)
-            await waiting(server, 1)
-            gate.let_through(100)
-            answers = await asyncio.gather(*runs)
+            answers = await asyncio.gather(*await join_a_pass(server, gate, 1))
             assert [answer.text for answer in answers] == expected(index, 0, 1)
             assert [answer.trace.failures for answer in answers] == [1, 1]
-            # The failed batch of two is taken up by one request after another, or by joining: none starts over.
+            # One request after another goes on with the failed batch of two, or joins it: none starts over.
             assert gate.asked[:4] == [0, 1, 2, 3] and len(gate.asked) <= 4 + 2 + 5

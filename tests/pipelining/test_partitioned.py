@@ -17,16 +17,7 @@ from support.waiting import eventually
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from support.ivf import (
-    AsFaiss,
-    D,
-    assert_same,
-    build,
-    clustered,
-    last,
-    tied,
-    write,
-)
+from support.ivf import AsFaiss, D, assert_same, build, clustered, last, tied, write
 
 from ragorder.pipelining import PartitionedSearch, Stage
 
@@ -51,11 +42,6 @@ def index() -> Any:
 
 
 @pytest.fixture(scope="module")
-def path(index: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(index, tmp_path_factory.mktemp("index"))
-
-
-@pytest.fixture(scope="module")
 def queries() -> Any:
     return clustered(60, 1)
 
@@ -64,9 +50,8 @@ class TestTheLastStageIsTheSearch(AsFaiss):
     def found(self, index: Any, queries: Any, k: int, folder: Path, chance: Random) -> Stage:
         partitions = chance.randint(1, min(8, faiss.extract_index_ivf(index).nlist))
         resident = chance.randint(0, partitions)
-        with PartitionedSearch(
-            write(index, folder), partitions, resident=resident, cores=chance.randint(1, 2)
-        ) as search:
+        path, cores = write(index, folder), chance.randint(1, 2)
+        with PartitionedSearch(path, partitions, resident=resident, cores=cores) as search:
             last(search.search(queries, k))
             return last(search.search(queries, k))
 
@@ -192,18 +177,17 @@ class TestFailures:
                 assert failures == 1 and len(stages) == 6 and len(asked) == 7
                 assert_same(stages[-1], index.search(queries, 5, params=faiss.SearchParametersIVF(nprobe=24)))
 
-    def test_a_scan_that_fails_changes_nothing(
-        self, path: Path, index: Any, queries: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_scan_that_fails_changes_nothing(self, path: Path, index: Any, queries: Any) -> None:
         with PartitionedSearch(path, 6, resident=2, cores=1) as search:
-            scan, calls = file_of(search).index.scan, itertools.count(1)
+            part: Any = file_of(search).index
+            scan, calls = part.scan, itertools.count(1)
 
             def scarce(*arguments: Any, **options: Any) -> Any:
                 if next(calls) % 3 == 0:
                     raise MemoryError
                 return scan(*arguments, **options)
 
-            monkeypatch.setattr(file_of(search).index, "scan", scarce)
+            part.scan = scarce
             for batch in (queries, tied(20, 1)):
                 stages, failures = to_the_end(search.search(batch, 5), MemoryError)
                 assert failures
@@ -232,9 +216,7 @@ class TestFailures:
             with pytest.raises(RuntimeError, match="closed"):
                 again()
 
-    def test_a_search_that_is_closed_while_a_stage_waits_for_its_partition_says_so(
-        self, path: Path, queries: Any
-    ) -> None:
+    def test_a_search_closed_while_a_stage_waits_for_its_partition_says_so(self, path: Path, queries: Any) -> None:
         search = PartitionedSearch(path, 6)
         passing = search.search(queries, 5)
         begun, go_on = threading.Event(), threading.Event()
@@ -272,9 +254,8 @@ class TestBadInput:
         with pytest.raises(FileNotFoundError, match="missing"):
             PartitionedSearch(tmp_path / "missing.faiss")
         (tmp_path / "text.faiss").write_text("no index")
-        with pytest.raises(
-            ValueError, match=r"FAISS cannot open .*text\.faiss as an index \(8 bytes\): .*give a whole file"
-        ):
+        says = r"FAISS cannot open .*text\.faiss as an index \(8 bytes\): .*give a whole file"
+        with pytest.raises(ValueError, match=says):
             PartitionedSearch(tmp_path / "text.faiss")
         with pytest.raises(OSError, match=str(tmp_path)):
             PartitionedSearch(tmp_path)
@@ -291,12 +272,10 @@ class TestBadInput:
             PartitionedSearch(path, 2)
 
     def test_an_index_without_clusters_or_untrained_or_in_lists_that_are_read_as_a_whole(self, tmp_path: Path) -> None:
-        flat = build("Flat")
-        untrained = faiss.index_factory(D, "IVF24,Flat")
         for index, message in (
-            (flat, "PartitionedSearch cannot search IndexFlat"),
+            (build("Flat"), "PartitionedSearch cannot search IndexFlat"),
             (build("IVF24,FlatPanorama4"), r"the inverted lists in .* cannot be read in parts"),
-            (untrained, "not trained: train it"),
+            (faiss.index_factory(D, "IVF24,Flat"), "not trained: train it"),
         ):
             with pytest.raises((TypeError, ValueError), match=message):
                 PartitionedSearch(write(index, tmp_path), 2)

@@ -153,7 +153,7 @@ class TestSpeculation:
         assert trace.exposed_search_s < trace.retrieval_s <= (trace.first_token_s or 0) <= (trace.total_s or 0)
         await no_tasks_left()
 
-    async def test_a_wrong_speculation_is_aborted_and_the_answer_generated_anew(self) -> None:
+    async def test_a_wrong_speculation_is_aborted_and_the_answer_generated_again(self) -> None:
         engine = PlayedEngine(free=False)
         prompts = PlayedPrompts(engine.gate)
         stream = await pipeline(Search("AC", "AB"), engine, prompts=prompts).answer("q")
@@ -197,9 +197,7 @@ class TestSpeculation:
     )
     @example(stages=[""], room=1, pauses=0)
     @example(stages=["ABC", "ABC", "ABC"], room=1, pauses=50)
-    async def test_the_answer_is_always_the_one_without_speculation(
-        self, stages: list[str], room: int, pauses: int
-    ) -> None:
+    async def test_the_answer_is_that_without_speculation(self, stages: list[str], room: int, pauses: int) -> None:
         engine = PlayedEngine()
         plain = await pipeline(Search(*stages), room=0).answer("q")
         stream = await pipeline(Search(*stages, pauses=pauses), engine, room).answer("q")
@@ -279,9 +277,7 @@ class TestOdds:
             (0.5, 0.01, None, True),
         ],
     )
-    def test_weigh_what_is_saved_against_what_is_lost(
-        self, right: float, left_s: float, prefill_s: float | None, favoured: bool
-    ) -> None:
+    def test_weigh_gains_and_losses(self, right: float, left_s: float, prefill_s: float | None, favoured: bool) -> None:
         gain = SpeculationGain()
         for number in range(4):
             gain.learn([(number < 4 * right, left_s)])
@@ -386,16 +382,14 @@ class TestFaults:
         assert prompts.finished == ["confirmed without usage"]
 
     @pytest.mark.parametrize("pauses", [0, 1, 5, 25, 60, 100])
-    async def test_a_caller_that_cancels_leaves_nothing_behind(self, pauses: int) -> None:
+    async def test_a_caller_that_cancels_leaves_nothing_running(self, pauses: int) -> None:
         engine, prompts = PlayedEngine(free=False), PlayedPrompts()
         await self.cancel_after(pauses, pipeline(Search("A", "B", "B"), engine, prompts=prompts), engine)
         assert prompts.finished in ([], ["discarded"])
 
     @pytest.mark.parametrize(("tokens", "tbt_s"), [(3, 5.0), (1, None), (None, None)])
-    async def test_the_time_between_tokens_is_the_mean_of_those_behind_the_first(
-        self, tokens: int | None, tbt_s: float | None
-    ) -> None:
-        """Of three tokens, the last ten seconds behind the first."""
+    async def test_the_time_between_tokens_leaves_out_the_first(self, tokens: int | None, tbt_s: float | None) -> None:
+        """Of three tokens, the last ten seconds after the first."""
         now_s = [0.0]
 
         class Timed(PlayedEngine):
@@ -526,8 +520,7 @@ class TestWarmUp:
 
 
 class TestPlainRetrieval:
-    @pytest.mark.parametrize("kind", ["function", "coroutine", "object"])
-    async def test_any_retriever_will_do(self, kind: str) -> None:
+    async def test_any_retriever_will_do(self) -> None:
         async def coroutine(question: str) -> list[str]:
             return [question]
 
@@ -535,9 +528,9 @@ class TestPlainRetrieval:
             async def __call__(self, question: str) -> list[str]:
                 return [question]
 
-        retrieve = {"function": lambda question: [question], "coroutine": coroutine, "object": Object()}[kind]
-        async with aclosing(plain_retrieval(retrieve)("q")) as stages:
-            assert [stage async for stage in stages] == [Provisional(["q"], final=True)]
+        for retrieve in (lambda question: [question], coroutine, Object()):
+            async with aclosing(plain_retrieval(retrieve)("q")) as stages:
+                assert [stage async for stage in stages] == [Provisional(["q"], final=True)]
 
 
 class TestSync:

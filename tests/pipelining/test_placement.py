@@ -20,7 +20,7 @@ from ragorder.pipelining.placement.replan import Replanner
 
 MODEL = ModelSizes(layers=(100,) * 8, outside=50, kv_token=1, step_bytes=((64, 30), (512, 100)), block_tokens=16)
 INDEX = IndexSizes(fixed=20, partitions=(40, 60, 50, 50))
-WORKLOAD = Workload(prompt_tokens=30, answer_tokens=2)
+WORKLOAD, LONG = Workload(prompt_tokens=30, answer_tokens=2), Workload(prompt_tokens=60, answer_tokens=4)
 DEVICE, HOST = 50 + 100 + 32 + 30, 20 + 60 + 50
 """The least bytes that one request takes, with its KV on the device."""
 
@@ -79,10 +79,8 @@ class TestFootprint:
         with pytest.raises(ValueError, match=r"placement|batch|slots"):
             replace(placement, **changes)  # type: ignore[arg-type]
 
-    def test_the_workspace_is_linear_between_measured_steps(self) -> None:
+    def test_the_workspace_is_linear_between_measured_steps_and_kv_in_whole_blocks_of_each_request(self) -> None:
         assert [MODEL.workspace(tokens) for tokens in (1, 64, 288, 512, 960)] == [30, 30, 65, 100, 170]
-
-    def test_kv_is_in_whole_blocks_of_each_request(self) -> None:
         assert [MODEL.kv(tokens) for tokens in (1, 16, 17)] == [16, 16, 32]
         # Three requests of 17 tokens have two blocks each.
         assert MODEL.kv(51, 3) >= 3 * 32
@@ -190,12 +188,8 @@ class TestPlan:
         assert settings["disk_bytes"] == placement.kv.disk
 
 
-LARGE = ModelSizes(
-    layers=(1712 << 20,) * 80,
-    outside=4200 << 20,
-    kv_token=80 * 4096,
-    step_bytes=((64, 64 << 20), (8192, 3 << 30)),
-)
+LARGE_STEPS = ((64, 64 << 20), (8192, 3 << 30))
+LARGE = ModelSizes(layers=(1712 << 20,) * 80, outside=4200 << 20, kv_token=80 * 4096, step_bytes=LARGE_STEPS)
 """About Llama 70B."""
 
 
@@ -313,15 +307,14 @@ class TestSharedTokens:
         requests = [{1, 2}, {1, 2}, {3, 4}, {5, 6}]
         points = shared_tokens(requests, lambda batch: 10 * len(set.union(*batch)), [1, 2, 4, 8])
         assert points == ((1, 20), (2, 40), (4, 60))
+        # It never falls.
+        assert shared_tokens([1, 2, 3, 4], lambda batch: 8 // len(batch), [1, 2, 4]) == ((1, 8), (2, 8), (4, 8))
 
     def test_counts_the_trie_of_a_batch(self) -> None:
         contexts = [Context(f"question {number}", ["shared", f"own {number}"]) for number in range(4)]
         kv: TrieKV[str, str] = TrieKV(key=str, tokens=lambda _: 100, own_tokens=lambda _: 10)
         # A shared document counts once: 100 + B * (100 + 10).
         assert shared_tokens(contexts, kv, [1, 2, 4]) == ((1, 210), (2, 320), (4, 540))
-
-    def test_never_falls(self) -> None:
-        assert shared_tokens([1, 2, 3, 4], lambda batch: 8 // len(batch), [1, 2, 4]) == ((1, 8), (2, 8), (4, 8))
 
     @pytest.mark.parametrize(("requests", "sizes"), [([], [1]), ([1], []), ([1], [0])])
     def test_needs_requests_and_sizes(self, requests: list[int], sizes: list[int]) -> None:
@@ -347,7 +340,7 @@ class TestReplan:
 
     def replanner(self, pace: float = 50.0) -> tuple[Replanner, EstimatedCosts]:
         """Placed for a backlog of 16, on a machine whose moves take `pace` times what sizes and rates say."""
-        costs = estimate(workload=Workload(prompt_tokens=60, answer_tokens=4))
+        costs = estimate(workload=LONG)
         replanner = Replanner(plan_placement(Budgets(700, 300), costs, backlog=16), costs, most=16)
         for backlog in (1, 16):
             wanted = replanner.plan(backlog)
@@ -357,7 +350,7 @@ class TestReplan:
 
     def answer(self, replanner: Replanner, prompt_tokens: int = 60, answer_tokens: int = 4, pace: float = 1.0) -> None:
         """Answer a request, alone, in `pace` times what is expected of a request of 60 tokens."""
-        placed, costs = replanner.placed, estimate(workload=Workload(prompt_tokens=60, answer_tokens=4))
+        placed, costs = replanner.placed, estimate(workload=LONG)
         seconds = costs.generation_s(1, placed.weights, placed.step_tokens)
         replanner.answered(prompt_tokens, answer_tokens, 1, pace * seconds)
 
@@ -400,7 +393,7 @@ class TestReplan:
         assert self.until_moved(self.replanner()[0], 1, pace=3.0)[0] <= count // 3 + 1
 
     def test_a_short_move_that_waited_adds_its_wait_to_a_longer_one_and_no_multiple(self) -> None:
-        costs = estimate(workload=Workload(prompt_tokens=60, answer_tokens=4))
+        costs = estimate(workload=LONG)
         placed = plan_placement(Budgets(700, 300), costs, backlog=16)
         replanner = Replanner(replace(placed, partitions=placed.partitions - 1), costs, most=16)
         short_s = costs.moving_s(replanner.placed, placed)

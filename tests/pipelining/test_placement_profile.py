@@ -17,6 +17,8 @@ from ragorder.pipelining.placement.profile import GenerationSample, PlacementPro
 MODEL = ModelSizes(layers=(100,) * 8, outside=50, kv_token=1, step_bytes=((64, 30),))
 INDEX = IndexSizes(partitions=(10,) * 4)
 STEP = 64
+PLACES = [(0, 0), (0, 8), (4, 0), (4, 4), (8, 0)]
+"""Layers on the device and in host memory."""
 
 
 def generation(
@@ -29,12 +31,13 @@ def generation(
     )
 
 
+def square_root(batch: int, device: int, host: int) -> float:
+    return (1 + (8 - device) * (1 if host else 2)) * batch**0.5
+
+
 def profile(**changes: Any) -> PlacementProfile:
     """Times that are exactly a power law: half as long from host memory as from the disk."""
-    samples = generation(
-        lambda batch, device, host: (1 + (8 - device) * (1 if host else 2)) * batch**0.5,
-        [(0, 0), (0, 8), (4, 0), (4, 4), (8, 0)],
-    )
+    samples = generation(square_root, PLACES)
     retrieval = tuple(RetrievalSample(partitions=count, seconds=5 - count) for count in (0, 2, 4))
     return PlacementProfile(
         **{"model": MODEL, "index": INDEX, "step_tokens": STEP, "generation": samples, "retrieval": retrieval} | changes
@@ -58,19 +61,19 @@ class TestTimes:
         ("places", "weights", "seconds"),
         [
             # Linear between measured layers.
-            ([(0, 0), (0, 8), (4, 0), (4, 4), (8, 0)], Spread(2, 6, 0), 7),
-            ([(0, 0), (0, 8), (4, 0), (4, 4), (8, 0)], Spread(6, 0, 2), 5),
+            (PLACES, Spread(2, 6, 0), 7),
+            (PLACES, Spread(6, 0, 2), 5),
             # A mixture lies in proportion: a third of six streamed layers on the disk, 7 + (13 - 7) / 3.
-            ([(0, 0), (0, 8), (4, 0), (4, 4), (8, 0)], Spread(2, 4, 2), 9),
-            # The slope goes on in front of measured layers.
+            (PLACES, Spread(2, 4, 2), 9),
+            # The slope goes on below the measured layers.
             ([(4, 0), (8, 0)], Spread(0, 0, 8), 17),
             # The disk alone stands for host memory.
             ([(0, 0), (8, 0)], Spread(0, 8, 0), 17),
         ],
     )
     def test_by_layers(self, places: list[tuple[int, int]], weights: Spread, seconds: float) -> None:
-        samples = generation(lambda batch, device, host: (1 + (8 - device) * (1 if host else 2)) * batch**0.5, places)
-        assert profile(generation=samples).generation_s(1, weights, STEP) == pytest.approx(seconds)
+        made = profile(generation=generation(square_root, places))
+        assert made.generation_s(1, weights, STEP) == pytest.approx(seconds)
 
     def test_never_rise_with_what_is_resident(self) -> None:
         noisy = {0: 3.0, 2: 1.0, 4: 2.0, 8: 0.5}

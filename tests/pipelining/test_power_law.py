@@ -80,7 +80,7 @@ def test_a_fit_takes_two_sizes(samples: list[tuple[int, float]]) -> None:
 
 
 @pytest.mark.parametrize("sample", [(0, 1.0), (-1, 1.0), (2, 0.0), (2, -1.0), (2, math.nan), (2, math.inf)])
-def test_what_is_no_batch_is_refused(sample: tuple[int, float]) -> None:
+def test_bad_samples_are_refused(sample: tuple[int, float]) -> None:
     with pytest.raises(ValueError, match="a positive size and time"):
         PowerLaw.fit([(1, 1.0), sample])
     law = PowerLaw(1.0)
@@ -90,6 +90,6 @@ def test_what_is_no_batch_is_refused(sample: tuple[int, float]) -> None:
 
 
 @pytest.mark.parametrize(("a", "c"), [(0.0, 1.0), (-1.0, 1.0), (math.nan, 1.0), (1.0, -0.1), (1.0, math.inf)])
-def test_no_law_is_refused(a: float, c: float) -> None:
+def test_bad_parameters_are_refused(a: float, c: float) -> None:
     with pytest.raises(ValueError, match="a > 0 and c >= 0"):
         PowerLaw(a, c)

@@ -20,9 +20,7 @@ def visits(rows: list[int], codes: list[int]) -> Visits:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1000)), max_size=60), st.integers(1, 9), st.booleans())
-def test_each_visit_is_dealt_once_and_parts_keep_the_order_of_rows(
-    pairs: list[tuple[int, int]], shares: int, one_row: bool
-) -> None:
+def test_each_visit_is_dealt_once_in_order_of_rows(pairs: list[tuple[int, int]], shares: int, one_row: bool) -> None:
     rows = sorted(0 if one_row else row for row, _ in pairs)
     dealt = visits(rows, [codes for _, codes in pairs]).deal(shares)
     assert len(dealt) <= shares

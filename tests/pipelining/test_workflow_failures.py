@@ -22,7 +22,7 @@ from support.workflow_server import (
     PlayedSearch,
     SlowEngine,
     document,
-    eager,
+    eager_server,
     interpreted,
     server_of,
     settled,
@@ -142,17 +142,7 @@ async def test_ten_thousand_requests() -> None:
             outcomes["failed"] += 1
 
     with FailingSearch(index, cores=1, budget=Budget(1e-12), random=random) as search:
-        async with WorkflowServer(
-            engine,
-            search,
-            embed,
-            fetched,
-            prompts,
-            transformations=eager(),
-            extra_tokens=None,
-            load=EngineLoad(16),
-            observer=traces.append,
-        ) as server:
+        async with eager_server(engine, search, embed, fetched, prompts, observer=traces.append) as server:
             for start in range(0, count, 50):
                 await asyncio.gather(*(request(server, number) for number in range(start, start + 50)))
             await settled(server, engine, search, prompts)
@@ -211,9 +201,7 @@ async def test_cancelled_at_every_turn_of_the_event_loop(graph: Any, max_generat
     for count in range(0, 10_000, length(1, 7)):
         engine, prompts, search = SlowEngine(), PlainPrompts(), LoopSearch(index)
         options: dict[str, Any] = {"load": EngineLoad(8), "max_generations": max_generations}
-        async with WorkflowServer(
-            engine, search, embed, document, prompts, transformations=eager(), extra_tokens=None, **options
-        ) as server:
+        async with eager_server(engine, search, embed, document, prompts, **options) as server:
             run, other = (asyncio.create_task(server.run(graph, "why?")) for _ in range(2))
             await turns(count)
             finished = run.done()
@@ -244,9 +232,7 @@ async def test_an_embedding_ahead_of_need_has_ended_with_its_request() -> None:
             embedding -= 1
 
     engine = SlowEngine(pause_s=0.001)
-    async with WorkflowServer(
-        engine, PlayedSearch(), embed, document, PlainPrompts(), transformations=eager(), extra_tokens=None
-    ) as server:
+    async with eager_server(engine, PlayedSearch(), embed) as server:
         run = asyncio.create_task(server.run(hyde().compile(), "why?"))
         await until(lambda: embedding)
         run.cancel()
@@ -266,7 +252,7 @@ async def test_an_engine_that_dies_ends_its_requests_with_an_error_and_the_next_
 
     index, engine, prompts, graph = small_index(), Mortal(pause_s=0.001), PlainPrompts(), irg(rounds=2).compile()
     with ContinuousIVF(index, cores=1) as search:
-        async with server_of(search, engine, prompts, eager()) as server:
+        async with eager_server(engine, search, prompts=prompts) as server:
             runs = [asyncio.create_task(server.run(graph, f"question {number}")) for number in range(8)]
             await until(lambda: len(engine.sent) >= 4)
             engine.dead = True
@@ -382,7 +368,7 @@ async def test_nothing_is_kept_of_requests_that_have_ended() -> None:
 
     before = kept()
     with ContinuousIVF(small_index(), cores=1, budget=Budget(1e-12)) as search:
-        async with server_of(search, engine, prompts, eager(), load=EngineLoad(16)) as server:
+        async with eager_server(engine, search, prompts=prompts) as server:
 
             async def serve(requests: int) -> None:
                 runs = [asyncio.create_task(server.run(random.choice(GRAPHS), "why?")) for _ in range(requests)]

@@ -101,8 +101,7 @@ class TestLibrary:
         assert [text.rsplit("above: ", 1)[-1] for text in texts[1:]] == ["Where is it?", "Who has it?", QUESTION]
         assert "Where is it? No.\nWho has it? No.\n" in texts[-1]
         assert result.text == "No."
-
-    async def test_multistep_without_subquestions_answers_once(self) -> None:
+        # Without subquestions it is answered once.
         engine = ScriptedEngine(lambda asked: "")
         await run(multistep().compile(), engine)
         assert len(engine.sent) == 2
@@ -166,19 +165,11 @@ class TestRefused:
             (ask().add_edge(START, "a").add_edge("a", **to("c", END)), "an edge names 'c'", {}),
             (ask().add_edge(START, "a").add_edge("a", "END"), "an edge names 'END', .*the constant END, without", {}),
             (chain(ask(), "a").add_edge("START", "a"), "an edge names 'START', .*the constant START, without", {}),
-            (
-                chain(answering(b="{documents}"), "b"),
-                "node 'b' reads 'documents', which is written by no node",
-                {},
-            ),
+            (chain(answering(b="{documents}"), "b"), "node 'b' reads 'documents', which is written by no node", {}),
             (chain(RAGraph("refused").add_retrieval("b", query="documents"), "b"), "node 'b' reads 'documents'", {}),
             (chain(ask().add_step("b", nothing, reads="documents"), "a", "b"), "node 'b' reads 'documents'", {}),
             (chain(RAGraph("refused").add_retrieval("b", query="quary"), "b"), r"did you mean 'query'\?", {}),
-            (
-                chain(answering(b="{c}", c="{b}"), "b", "c"),
-                "node 'b' reads 'c', which is written only after it",
-                {},
-            ),
+            (chain(answering(b="{c}", c="{b}"), "b", "c"), "node 'b' reads 'c', which is written only after it", {}),
             (
                 chain(answering(a="{a}"), "a").add_edge("a", **to("a", END)),
                 "node 'a' reads 'a', which is written only after it",
@@ -327,21 +318,17 @@ class TestRuns:
         with pytest.raises(GraphError, match=r"'query' in `state`: name them, RAGraph\(inputs=…\)"):
             await run(compiled, state={"style": "verse", "query": "other"})
 
-    async def test_options_of_a_generation(self) -> None:
-        graph = RAGraph().add_generation("a", prompt="{query}", max_tokens=7, temperature=0.5, stop=["."])
+    async def test_a_generation_has_its_options_and_its_documents_before_a_text_that_names_them(self) -> None:
+        graph = RAGraph().add_retrieval("search", query="{query}", topk=2)
+        graph.add_generation("answer", prompt="{query} Use {docs}.", max_tokens=7, temperature=0.5, stop=["."])
         engine = ScriptedEngine()
-        await run(chain(graph, "a").compile(), engine, scope="tenant")
-        question = engine.sent[0].question
+        await run(chain(graph, "search", "answer").compile(), engine, scope="tenant")
+        (asked,) = engine.sent
+        assert asked.documents == ("lds the key?/0", "lds the key?/1")
+        question = asked.question
+        assert question.text == f"{QUESTION} Use the documents above."
         assert (question.scope, question.max_tokens, question.temperature) == ("tenant", 7, 0.5)
         assert question.options == {"stop": ["."]}
-
-    async def test_documents_come_first_and_are_named_in_the_text(self) -> None:
-        graph = RAGraph().add_retrieval("search", query="{query}", topk=2)
-        graph.add_generation("answer", prompt="{query} Use {docs}.")
-        engine = ScriptedEngine()
-        await run(chain(graph, "search", "answer").compile(), engine)
-        assert engine.sent[0].question.text == f"{QUESTION} Use the documents above."
-        assert engine.sent[0].documents == ("lds the key?/0", "lds the key?/1")
 
     def test_documents_of_two_searches_are_shown_once_each(self) -> None:
         graph = RAGraph().add_retrieval("one", query="query", output="left").add_retrieval("two", query="query")
@@ -386,72 +373,27 @@ class TestRuns:
 class TestJoins:
     """Which nodes start together: `Tokens`, without anything to run."""
 
-    def tokens(self, *edges: Any, **options: Any) -> Tokens:
-        graph = RAGraph()
-        ids = dict.fromkeys(place for source, target, *_ in edges for place in (source, target))
-        for id in ids:
-            if isinstance(id, str):
-                graph.add_step(id, nothing, writes=id)
-        for source, target, *to in edges:
-            graph.add_edge(source, target, to=to)
-        return Tokens(
-            graph.compile(answer=next(id for id in ids if isinstance(id, str)), **options), State.of(QUESTION)
-        )
-
-    def go(self, tokens: Tokens, *ids: str) -> list[tuple[Any, int]]:
-        """End these runs; what starts then."""
-        for run in tokens.running:
-            if run.id in ids:
-                tokens.finish(run, {run.id: run.round})
-        return [(run.id, run.round) for run in tokens.take()]
-
-    @pytest.mark.parametrize("slow", [False, True])
-    def test_a_loop_ends_before_what_follows_it_joins(self, slow: bool) -> None:
-        """However long the branch beside it takes."""
-        again = iter([True, True, False])
-        tokens = self.tokens(
-            (START, "kb"), (START, "refine"), ("kb", "answer"), ("answer", END),
-            ("refine", lambda state: "refine" if next(again) else "answer", "refine", "answer"),
-            max_rounds=3,
-        )  # fmt: skip
-        assert self.go(tokens) == [("kb", 0), ("refine", 0)]
-        if not slow:
-            assert self.go(tokens, "kb") == []
-        for round in (1, 2):
-            assert self.go(tokens, "refine") == [("refine", round)]
-        started = self.go(tokens, "refine")
-        if slow:
-            assert started == []
-            started = self.go(tokens, "kb")
-        assert started == [("answer", 0)]
-        assert self.go(tokens, "answer") == [] and tokens.done
-        assert (tokens.state["kb"], tokens.state["refine"]) == (0, 2)
-
-    def test_what_leaves_a_loop_in_each_round_arrives_once(self) -> None:
-        again = iter([True, False])
-        tokens = self.tokens(
-            (START, "a"), ("a", "log"), ("log", END), ("a", lambda state: "a" if next(again) else END, "a", END),
-            max_rounds=2,
-        )  # fmt: skip
-        assert self.go(tokens) == [("a", 0)]
-        assert self.go(tokens, "a") == [("a", 1)]
-        assert self.go(tokens, "a") == [("log", 0)]
-        assert self.go(tokens, "log") == [] and tokens.done
-        assert tokens.state["a"] == 1
-
     def test_a_loop_that_is_joined_beyond_its_head_begins_before_the_other_branch_ends(self) -> None:
-        again = iter([True, False])
-        tokens = self.tokens(
-            (START, "kb"), (START, "web"), ("kb", "answer"), ("web", "answer"),
-            ("answer", lambda state: "web" if next(again) else END, "web", END),
-            max_rounds=2,
-        )  # fmt: skip
-        assert self.go(tokens) == [("kb", 0), ("web", 0)]
-        assert self.go(tokens, "web") == []
-        assert self.go(tokens, "kb") == [("answer", 0)]
-        assert self.go(tokens, "answer") == [("web", 1)]
-        assert self.go(tokens, "web") == [("answer", 1)]
-        assert self.go(tokens, "answer") == [] and tokens.done
+        graph, again = RAGraph(), iter([True, False])
+        for id in ("kb", "web", "answer"):
+            graph.add_step(id, nothing, writes=id)
+        graph.add_edge(START, "kb").add_edge(START, "web").add_edge("kb", "answer").add_edge("web", "answer")
+        graph.add_edge("answer", lambda state: "web" if next(again) else END, to=("web", END))
+        tokens = Tokens(graph.compile(2, answer="kb"), State.of(QUESTION))
+
+        def go(*ids: str) -> list[tuple[Any, int]]:
+            """End these runs; what starts then."""
+            for run in tokens.running:
+                if run.id in ids:
+                    tokens.finish(run, {})
+            return [(run.id, run.round) for run in tokens.take()]
+
+        assert go() == [("kb", 0), ("web", 0)]
+        assert go("web") == []
+        assert go("kb") == [("answer", 0)]
+        assert go("answer") == [("web", 1)]
+        assert go("web") == [("answer", 1)]
+        assert go("answer") == [] and tokens.done
 
     def test_of_two_values_the_last_one_stays(self) -> None:
         """The one that was written in a round after, though fewer nodes led to it."""

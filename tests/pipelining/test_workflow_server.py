@@ -31,6 +31,7 @@ from support.workflow_server import (
     broken,
     document,
     eager,
+    eager_server,
     interpreted,
     long_answer,
     outcome,
@@ -127,15 +128,9 @@ async def served(
 ) -> WorkflowResult:
     """`whole`: searched by a function of a text."""
     prompts, clock = PlainPrompts(), asyncio.get_running_loop().time
-    async with WorkflowServer(
-        speeds.engine,
-        *((speeds.found, None, None) if whole else (speeds, speeds.embed, document)),
-        prompts,
-        transformations=transformations,
-        extra_tokens=None,
-        load=EngineLoad(16, clock=clock),
-        clock=clock,
-    ) as server:
+    search = (speeds.found, None, None) if whole else (speeds, speeds.embed, document)
+    options: dict[str, Any] = {"load": EngineLoad(16, clock=clock), "clock": clock}
+    async with eager_server(speeds.engine, *search, prompts, transformations=transformations, **options) as server:
         result = await server.run(flow.graph(speeds.pause).compile(answer=flow.answer), "which?")
     assert prompts.open == 0
     return result
@@ -148,18 +143,10 @@ class TestAnswers:
         engine, prompts, graph = SlowEngine(), PlainPrompts(), make().compile()
         expected = await interpreted(graph, index, "why?")
         for transformations in (None, (), eager()) if kind == "shared" else (eager(),):
-            async with WorkflowServer(
-                engine,
-                *search_of(kind, index, search),
-                prompts,
-                transformations=transformations,
-                extra_tokens=None,
-                load=EngineLoad(16),
-            ) as server:
-                results = await asyncio.gather(*(server.run(graph, "why?") for _ in range(3)))
-                assert [(result.text, dict(result.state)) for result in results] == [
-                    (expected.text, dict(expected.state))
-                ] * 3
+            parts = *search_of(kind, index, search), prompts
+            async with eager_server(engine, *parts, transformations=transformations) as server:
+                for result in await asyncio.gather(*(server.run(graph, "why?") for _ in range(3))):
+                    assert (result.text, dict(result.state)) == (expected.text, dict(expected.state))
                 await settled(server, engine, search, prompts)
 
     @settings(max_examples=examples(150))
@@ -175,16 +162,8 @@ class TestAnswers:
         questions = [f"question {Random(seed).randrange(3)}" for _ in range(3)]
         expected = [await outcome(interpreted(runnable, index, question)) for question in questions]
         with ContinuousIVF(index, cores=1, budget=Budget(SMALL_PIECES)) as search:
-            chosen = None if odds else eager()
-            async with WorkflowServer(
-                engine,
-                *search_of(kind, index, search),
-                prompts,
-                transformations=chosen,
-                extra_tokens=None,
-                load=EngineLoad(16),
-                max_generations=max_generations,
-            ) as server:
+            options = {"transformations": None if odds else eager(), "max_generations": max_generations}
+            async with eager_server(engine, *search_of(kind, index, search), prompts, **options) as server:
                 runs = (outcome(server.run(runnable, question, on_limit="raise")) for question in questions)
                 assert await asyncio.gather(*runs) == expected
                 await settled(server, engine, search, prompts)
@@ -294,9 +273,7 @@ class TestSpeculation:
             retrieve=lambda _, topk: retriever(index)("same", topk),
         )
         chosen = (SpeculateGeneration(odds=False, across=across), *eager()[1:])
-        async with WorkflowServer(
-            engine, search, same, document, prompts, transformations=chosen, extra_tokens=None
-        ) as server:
+        async with eager_server(engine, search, same, document, prompts, transformations=chosen) as server:
             result = await server.run(graph, "why?")
             await settled(server, engine, search, prompts)
         assert result.text == expected.text
@@ -388,9 +365,7 @@ class TestSpeculation:
             engine.aborted.set()
             trace = (await run).trace
         assert [(piece.kind, piece.outcome) for piece in trace.pieces] == [
-            ("due", "used"),
-            ("speculative", "rolled back"),
-            ("due", "used"),
+            *(("due", "used"), ("speculative", "rolled back"), ("due", "used")),
         ]
 
     @pytest.mark.parametrize(
@@ -439,7 +414,7 @@ class TestSpeculation:
             search.next()
             await asyncio.gather(*runs)
 
-    async def test_odds_end_what_does_not_come_true(self) -> None:
+    async def test_odds_decline_speculations_that_are_wrong(self) -> None:
         engine, graph, search = SlowEngine(pause_s=0.0005), one_shot(topk=1).compile(), PlayedSearch([1], [2])
         declined = 0
         async with played_server(engine, search, SpeculateGeneration(), Split()) as server:
@@ -473,9 +448,7 @@ class TestSpeculation:
             await asyncio.sleep(0)
             return [query]
 
-        async with WorkflowServer(
-            engine, search, None, None, PlainPrompts(), transformations=eager(), extra_tokens=None
-        ) as server:
+        async with eager_server(engine, search, None, None) as server:
             trace = (await server.run(multistep(rounds=2).compile(), "why?")).trace
         assert ("first line", 1) in began and speculative(trace, "search")[0].outcome == "used"
 
@@ -488,9 +461,7 @@ class TestSpeculation:
                 raise InjectedError("a secret")
             return [query]
 
-        async with WorkflowServer(
-            slow_planner(), search, None, None, PlainPrompts(), transformations=eager(), extra_tokens=None
-        ) as server:
+        async with eager_server(slow_planner(), search, None, None) as server:
             assert (await server.run(multistep(rounds=1).compile(), "why?")).state["docs"] == ("why?",)
         assert calls == ["why?"] * 2
 
@@ -542,9 +513,7 @@ class TestSpeculation:
         search: ContinuousIVF, engine: SlowEngine, graph: CompiledGraph, embed: Any = vector
     ) -> WorkflowTrace:
         prompts = PlainPrompts()
-        async with WorkflowServer(
-            engine, search, embed, document, prompts, transformations=eager(), extra_tokens=None
-        ) as server:
+        async with eager_server(engine, search, embed, document, prompts) as server:
             trace: WorkflowTrace = (await server.run(graph, "why?")).trace
             await settled(server, engine, search, prompts)
         return trace
@@ -566,18 +535,8 @@ class TestBudget:
                 traces.append(trace)
                 over.append(requests.wasted + requests.held - extra_tokens * requests.due)
 
-            async with WorkflowServer(
-                speeds.engine,
-                speeds,
-                speeds.embed,
-                document,
-                PlainPrompts(),
-                transformations=eager(),
-                load=EngineLoad(16, clock=clock),
-                clock=clock,
-                extra_tokens=extra_tokens,
-                observer=ended,
-            ) as server:
+            options = {"load": EngineLoad(16, clock=clock), "clock": clock, "extra_tokens": extra_tokens}
+            async with eager_server(speeds.engine, speeds, speeds.embed, observer=ended, **options) as server:
                 for seed in range(length(60, 30)):
                     flow = RandomFlow(seed)
                     runnable = flow.graph(speeds.pause).compile(answer=flow.answer)
@@ -642,16 +601,7 @@ class TestServer:
         graph.add_generation("guess", prompt="{query}", output="guess")
         graph.add_generation("answer", prompt="{query}", documents="docs")
         compiled = chain(graph, "note", "guess", "search", "answer").compile()
-        async with WorkflowServer(
-            Noting(),
-            search,
-            embed,
-            document,
-            PlainPrompts(),
-            transformations=eager(),
-            extra_tokens=None,
-            load=EngineLoad(16),
-        ) as server:
+        async with eager_server(Noting(), search, embed) as server:
 
             async def ask(name: str) -> WorkflowTrace:
                 tenant.set(name)
@@ -708,9 +658,7 @@ class TestServer:
             assert result.text == (await interpreted(graph, index, f"question {number}")).text
 
     @pytest.mark.parametrize("max_waiting", [0, 2])
-    async def test_a_batch_waits_for_its_turn_beside_a_full_queue(
-        self, search: ContinuousIVF, max_waiting: int
-    ) -> None:
+    async def test_a_batch_waits_for_its_turn_at_a_full_queue(self, search: ContinuousIVF, max_waiting: int) -> None:
         """Two batches at once, and requests that fill the queue: none of a batch is refused, all begin in order."""
         graph, engine = one_shot().compile(), SlowEngine(pause_s=0.001)
         async with server_of(search, engine, transformations=(), max_requests=2, max_waiting=max_waiting) as server:
@@ -743,32 +691,24 @@ class TestServer:
             # None of the batch has a place before these.
             await asyncio.gather(*(server.run(graph, "why?") for _ in range(3)))
 
-    async def test_a_misspelt_option_is_refused(self, search: ContinuousIVF) -> None:
-        """Without its scope a request would share the prefixes of those that have none."""
-        graph = one_shot().compile()
-        wrong: Any = {"scpoe": "acme"}
-        says = "a request has no scpoe: its options are state, scope, deadline_s, on_limit, until"
-        async with server_of(search) as server:
-            with pytest.raises(TypeError, match=says):
-                await server.run(graph, "why?", **wrong)
-            for ask in (server.stream, lambda *given, **options: server.batch(given[0], [given[1]], **options)):
-                with pytest.raises(TypeError, match=says):
-                    ask(graph, "why?", **wrong)
-
     @pytest.mark.parametrize(
         ("options", "says"),
         [
+            # Without its scope a request would share the prefixes of those that have none.
+            ({"scpoe": "acme"}, "a request has no scpoe: its options are state, scope, deadline_s, on_limit, until"),
             ({"on_limit": "stop"}, "on_limit is 'stop': give 'return' or 'raise'"),
             ({"deadline_s": 0}, "deadline_s is 0: give seconds above 0, or None"),
             ({"until": "found"}, "until='found' is written by no node: give one of 'answer', 'docs'"),
         ],
     )
-    async def test_an_option_that_cannot_be_is_refused(
-        self, search: ContinuousIVF, options: dict[str, Any], says: str
-    ) -> None:
-        async with WorkflowServer(SlowEngine(), search, vector, document, PlainPrompts()) as server:
-            with pytest.raises(ValueError, match=says):
-                await server.run(one_shot().compile(), "why?", **options)
+    async def test_wrong_options_are_refused(self, search: ContinuousIVF, options: dict[str, Any], says: str) -> None:
+        graph = one_shot().compile()
+        async with server_of(search) as server:
+            with pytest.raises((TypeError, ValueError), match=says):
+                await server.run(graph, "why?", **options)
+            for ask in (server.stream, lambda *given, **options: server.batch(given[0], [given[1]], **options)):
+                with pytest.raises((TypeError, ValueError), match=says):
+                    ask(graph, "why?", **options)
 
     async def test_takes_as_many_as_it_may_and_refuses_the_rest(self, search: ContinuousIVF) -> None:
         graph = one_shot().compile()
@@ -819,9 +759,7 @@ class TestServer:
             await task
             return {}
 
-        graph = chain(
-            RAGraph("broken").add_step("step", step).add_generation("answer", prompt="{query}"), "step", "answer"
-        )
+        graph = RAGraph("broken").add_step("step", step).add_generation("answer", prompt="{query}")
         engine, prompts = SlowEngine(), PlainPrompts()
         async with server_of(search, engine, prompts) as server:
             with pytest.raises(NodeError, match="workflow 'broken', node 'step': CancelledError"):
@@ -839,9 +777,7 @@ class TestServer:
             return np.zeros(3) if query == "long" else vector(query)
 
         with ContinuousIVF(index, cores=1) as search:
-            async with WorkflowServer(
-                engine, search, embed, document, prompts, transformations=eager(), extra_tokens=None
-            ) as server:
+            async with eager_server(engine, search, embed, document, prompts) as server:
 
                 async def refused(graph: CompiledGraph = good, question: str = "why?", beside: int = 0) -> str:
                     others = [asyncio.create_task(server.run(good, "why?")) for _ in range(beside)]
@@ -954,8 +890,8 @@ class TestMemory:
         async def nearest(_: Any, k: int) -> Any:
             return range(k)
 
-        async with WorkflowServer(
-            engine, nearest, embed, document, prompts, transformations=transformations, extra_tokens=None, **options
+        async with eager_server(
+            engine, nearest, embed, document, prompts, transformations=transformations, **options
         ) as server:
             result = await server.run(graph.compile(), "why?")
         assert prompts.open == 0 and prompts.confirmed == len(engine.sent)
@@ -1086,9 +1022,7 @@ class TestGains:
     """Each transformation is applied where its estimate is positive, and pieces say so."""
 
     @pytest.mark.parametrize(("search_s", "split"), [(None, True), (1.0, True), (1e-5, False)])
-    async def test_short_searches_are_not_split(
-        self, search: ContinuousIVF, search_s: float | None, split: bool
-    ) -> None:
+    async def test_short_searches_stay_whole(self, search: ContinuousIVF, search_s: float | None, split: bool) -> None:
         search.budget = Budget(1e-4)
         async with server_of(search, transformations=(Split(),)) as server:
             server.measurements.search_s.value = search_s
@@ -1116,10 +1050,7 @@ class TestGains:
             (lambda: SpeculateRetrieval(every=0), "at least 1"),
             (lambda: SpeculateRetrieval(embeddings=0), "at least 1"),
             (lambda: server_of(PlayedSearch([1]), max_requests=0), "limit must be at least 1"),
-            (
-                lambda: server_of(PlayedSearch([1]), extra_tokens=-1),
-                "extra_tokens must be at least 0, a share, or None",
-            ),
+            (lambda: server_of(PlayedSearch([1]), extra_tokens=-1), "extra_tokens must be at least 0, a share, or "),
         ],
     )
     def test_wrong_settings(self, make: Any, says: str) -> None:

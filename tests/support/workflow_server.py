@@ -195,6 +195,14 @@ def server_of(
     )
 
 
+def eager_server(
+    engine: Any, search: Any, embed: Any = vector, found: Any = document, prompts: Any = None, **options: Any
+) -> WorkflowServer[Any, Any]:
+    """A server that speculates wherever it can; `search` may be a function of a text, without `embed` and `found`."""
+    options = {"transformations": eager(), "extra_tokens": None, "load": EngineLoad(16)} | options
+    return WorkflowServer(engine, search, embed, found, prompts or PlainPrompts(), **options)
+
+
 def played_server(
     engine: SlowEngine, search: PlayedSearch, *transformations: Any, load: EngineLoad | None = None, **options: Any
 ) -> WorkflowServer[Any, Any]:
