@@ -200,15 +200,15 @@ class TestSuites:
 
 
 class TestParametersOfACommand:
-    def test_take_the_place_of_the_suites_own(self) -> None:
+    def test_replace_the_suites_own(self) -> None:
         changed = suite().with_parameters(["capacity_tokens=10k,unlimited", "workload=zipf10"])
         assert changed.points == [{"workload": "zipf10", "capacity_tokens": tokens} for tokens in (10_000, None)]
 
-    def test_and_of_those_of_its_short_form(self) -> None:
+    def test_replace_those_of_its_short_form(self) -> None:
         short = suite(SHORTENED).with_parameters(["workload=geo", "capacity_tokens=5%"]).short_form
         assert short is not None and short.points == [{"workload": "geo", "capacity_tokens": "5%"}]
 
-    def test_and_of_further_cells(self) -> None:
+    def test_replace_those_of_further_cells(self) -> None:
         text = 'extra = [{ waiting = [8], workload = ["paper"] }]' + SUITE.replace("capacity_tokens = 20_000\n", "")
         changed = suite(text).with_parameters(["waiting=1", "top_k=2,3"])
         assert changed.points == [
@@ -226,7 +226,7 @@ class TestParametersOfACommand:
 
 
 class TestAShortForm:
-    def test_has_otherwise_what_it_says_and_the_rest_as_the_suite(self) -> None:
+    def test_overrides_what_it_names_and_keeps_the_rest(self) -> None:
         whole = suite(SHORTENED)
         short = whole.short_form
         assert (short.policies, short.requests, short.warmup) == (("retrieval", "greedy"), 10, whole.warmup)
@@ -264,7 +264,7 @@ class TestZeroOverlap:
         assert 1.5 < sum(shared) / len(shared) < 3
 
     @pytest.mark.parametrize("name", ["disjoint", "unique"])
-    def test_is_true_where_the_name_says_so_and_drawn_by_the_seed(self, name: str) -> None:
+    def test_is_true_of_disjoint_and_unique_requests_drawn_by_their_seed(self, name: str) -> None:
         assert set(overlaps(name)) == {0}
         one, again, other = (make_workload(name, seed).rankings for seed in (1, 1, 2))
         assert one == again != other
@@ -486,11 +486,11 @@ def figures(found: list[dict[str, Any]]) -> list[Any]:
     ]
 
 
-class TestWhatCannotBeHad:
+class TestWhatIsUnavailable:
     def reasons(self, folder: Path) -> dict[str, str]:
         return {line["policy"]: line["reason"] for line in result_lines(folder, "unavailable")}
 
-    def test_is_said_once_with_its_reason_and_the_others_are_run_but_no_baseline_alone(self, tmp_path: Path) -> None:
+    def test_is_recorded_once_with_its_reason_while_others_run_but_no_baseline_alone(self, tmp_path: Path) -> None:
         events = SUITE.replace("[cell]", '[cell]\nresidency = "events"')
         asked = suite(events.replace("policies = [", 'policies = ["none", '))
         assert run(tmp_path, asked, seeds=(0,)) == Outcome(runs=4, unavailable=2)
@@ -795,10 +795,12 @@ class TestOnARealEngine:
         prompts = built_prompts(vllm_model)
         for line in result_lines(folder, "run"):
             if line["policy"] == "retrieval":
-                trace = trace_of_workload(make_workload("paper-shuf", line["seed"], top_k=2, requests=12), 12)
-                sizes = {name: line["engine"][name] for name in ("block_size", "capacity_tokens")}
-                fresh = SimEngine(**sizes, output_tokens=0, like="vllm-0.32")
-                asked = [prompts.token_ids(number, each, each.documents) for number, each in enumerate(trace.requests)]
+                requests = trace_of_workload(
+                    make_workload("paper-shuf", line["seed"], top_k=2, requests=12), 12
+                ).requests
+                size = line["engine"]["block_size"], line["engine"]["capacity_tokens"]
+                fresh = SimEngine(block_size=size[0], capacity_tokens=size[1], output_tokens=0, like="vllm-0.32")
+                asked = [prompts.token_ids(number, each, each.documents) for number, each in enumerate(requests)]
                 assert line["rows"]["cached_tokens"] == [fresh.generate(each).cached_tokens for each in asked]
 
 
@@ -866,7 +868,7 @@ class TestOnARealServer:
             assert sum(retrieval["rows"]["moved_share"]) == 0 < sum(auto["rows"]["moved_share"])
             assert sum(auto["rows"]["cached_tokens"]) > 0
 
-    def test_what_a_server_cannot_do_is_said(self, found: list[dict[str, Any]], command: list[Any]) -> None:
+    def test_what_a_server_cannot_do_is_recorded(self, found: list[dict[str, Any]], command: list[Any]) -> None:
         missing = result_lines(command[3], "unavailable")
         assert {line["policy"] for line in missing} == {"none"}
         assert "measure it with --engine vllm" in missing[0]["reason"]

@@ -258,7 +258,7 @@ class TestSteps:
     @pytest.mark.parametrize(
         "step", ["", "4", "4@", "4@20", "4@m", "@20m", "x@20m", "-1@20m", "nan@1m", "4@0m", "4@-1m"]
     )
-    def test_that_say_nothing_are_refused(self, step: str) -> None:
+    def test_that_are_malformed_are_refused(self, step: str) -> None:
         with pytest.raises(ArrivalsError, match=r"is no step: give requests a minute.*such as steps:4@20m,8@20m"):
             Arrivals.parse(f"steps:4@20m,{step}")
 
@@ -494,7 +494,7 @@ class TestTenths:
         assert all(nodes and nodes > 0 for nodes in result.tenths["tree_nodes"])
         assert all(memory is None or memory > 10 for memory in result.tenths["rss_mb"])
 
-    def test_a_failed_request_leaves_nothing_that_is_counted_on(self) -> None:
+    def test_of_a_failed_request_nothing_is_predicted_as_cached(self) -> None:
         trace, engine = trace_of(requests=2), SimEngine()
         run = make_run(trace, engine)
         run.fail(run.send())
@@ -1080,7 +1080,7 @@ class TestBenchOnAServer:
         said = refusal(*options)
         assert "/metrics" in said and "--capacity-tokens and --block-size" in said
 
-    def test_a_request_that_does_not_fit_is_said_before_the_run(self, far: FarServer) -> None:
+    def test_a_request_that_does_not_fit_is_refused_before_the_run(self, far: FarServer) -> None:
         far.models[0]["max_model_len"] = 300
         said = refusal(*self.options(far))
         assert "the server takes 300: lower --top-k or --output-tokens" in said

@@ -200,8 +200,11 @@ class TestContextPilot:
         """notes/ordering.md, mean of two seeds, which differ from run to run by under a point."""
         shares = {}
         for workload in ("paper-shuf", "geo"):
-            runs = run_bench(Bench(workloads=(workload,), policies=("contextpilot",), seeds=(0, 1)))
-            shares[workload] = 100 * sum(run.cached_tokens for run in runs) / sum(run.prompt_tokens for run in runs)
+            results = run_bench(Bench(workloads=(workload,), policies=("contextpilot",), seeds=(0, 1)))
+            cached, prompts = (
+                sum(getattr(each, name) for each in results) for name in ("cached_tokens", "prompt_tokens")
+            )
+            shares[workload] = 100 * cached / prompts
         assert shares == {"paper-shuf": pytest.approx(34.3, abs=0.7), "geo": pytest.approx(25.0, abs=0.7)}
 
     def test_plans_batches_and_loses_no_document(self) -> None:
