@@ -34,7 +34,7 @@ for line in sys.stdin:
 """
 REVERSES = "answer(orders=[r[::-1] for r in requests], indices=list(range(len(requests))), ns=1000)"
 
-Make = Callable[[str], Worker]
+Make = Callable[..., Worker]
 
 
 @pytest.fixture
@@ -105,11 +105,8 @@ class TestAPeersPolicy:
         worker = make("answer(error=line.strip() + repr(dict(os.environ)), ns=1)")
         policy = PeerPolicy(worker)
         policy.order(documents("alpha", "beta"))
-        assert policy.first_error is not None
-        assert "[[0, 1]]" in policy.first_error
-        assert not {"alpha", "beta", "secret"} & {
-            word for word in ("alpha", "beta", "secret") if word in policy.first_error
-        }
+        assert policy.first_error is not None and "[[0, 1]]" in policy.first_error
+        assert [word for word in ("alpha", "beta", "secret") if word in policy.first_error] == []
 
     def test_each_run_has_an_index_of_its_own_which_ends_with_it(self, make: Make) -> None:
         worker = make("answer(error=f\"{call['run']} {call['ended']}\", ns=1)")
@@ -125,27 +122,24 @@ class TestAPeersPolicy:
 
 
 class TestAPeersProcess:
-    def test_that_dies_is_said_and_stays_dead(self, make: Make) -> None:
-        worker = make("os._exit(3)")
+    @pytest.mark.parametrize(
+        ("does", "said"),
+        [
+            ("os._exit(3)", "process ended"),
+            ("time.sleep(600)", "no answer within"),
+            ('os.write(print_here, b"GPU not available, using CPU\\n")', ""),
+        ],
+        ids=["dies", "hangs", "answers nonsense"],
+    )
+    def test_that_dies_hangs_or_answers_nonsense_is_ended_for_good(self, make: Make, does: str, said: str) -> None:
+        worker = make(does, timeout_s=0.5 if "sleep" in does else 20)
         policy = PeerPolicy(worker)
-        for _ in range(2):
-            with pytest.raises(PeerError, match="process ended"):
+        for expected in (said, ""):
+            with pytest.raises(PeerError, match=expected):
                 policy.order(documents("a"))
-        assert not worker.alive
+            assert not worker.alive
 
-    def test_that_hangs_is_ended(self, make: Make) -> None:
-        worker = make("time.sleep(600)", timeout_s=0.5)  # type: ignore[call-arg]
-        with pytest.raises(PeerError, match="no answer within"):
-            PeerPolicy(worker).order(documents("a"))
-        assert not worker.alive
-
-    def test_that_answers_nonsense_is_ended(self, make: Make) -> None:
-        worker = make('os.write(print_here, b"GPU not available, using CPU\\n")')
-        with pytest.raises(PeerError):
-            PeerPolicy(worker).order(documents("a"))
-        assert not worker.alive
-
-    def test_that_cannot_start_is_said(self, tmp_path: Path) -> None:
+    def test_that_cannot_start_gives_the_reason(self, tmp_path: Path) -> None:
         with pytest.raises(PeerError, match="does not start"):
             Worker(tmp_path / "no-python", tmp_path / "no-script.py")
         script = tmp_path / "broken.py"
@@ -162,7 +156,7 @@ class TestAPeersProcess:
 
 class TestAnEnvironment:
     @pytest.mark.slow
-    def test_that_cannot_be_made_is_said_and_leaves_nothing(
+    def test_that_cannot_be_made_gives_the_reason_and_leaves_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(PEERS, "contextpilot", Peer("contextpilot", "contextpilot==999.0", ()))
@@ -171,17 +165,17 @@ class TestAnEnvironment:
             prepare_peer("contextpilot", folder=tmp_path)
         assert not list(tmp_path.iterdir())
 
-    def test_that_takes_too_long_is_said(self, tmp_path: Path) -> None:
+    def test_that_takes_too_long_to_make_is_given_up(self, tmp_path: Path) -> None:
         with pytest.raises(PeerError, match="no end after"):
             prepare_peer("contextpilot", folder=tmp_path, timeout_s=0.01)
         assert not list(tmp_path.iterdir())
 
-    def test_in_a_folder_that_is_none_is_said(self, tmp_path: Path) -> None:
+    def test_in_a_folder_that_is_none_cannot_be_made(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(PeerError, match="cannot be installed"):
             prepare_peer("contextpilot", folder=tmp_path / "file")
 
-    def test_that_is_there_is_taken(self, tmp_path: Path) -> None:
+    def test_that_is_there_is_reused(self, tmp_path: Path) -> None:
         python = tmp_path / PEERS["contextpilot"].folder_name / "bin" / "python"
         python.parent.mkdir(parents=True)
         python.symlink_to(sys.executable)

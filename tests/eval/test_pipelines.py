@@ -118,7 +118,7 @@ class TestAServer:
             assert after.at_work == 0
             assert after.computed - before.computed == len(builder.prefix_ids)
 
-    def test_that_is_not_there_is_said(self, vllm_model: Path) -> None:
+    def test_that_is_not_there_is_reported(self, vllm_model: Path) -> None:
         with pytest.raises(EngineError, match="cannot be reached"):
             find_server("http://127.0.0.1:9", model=vllm_model)
 
@@ -143,7 +143,7 @@ class TestTheBenchmark:
         with pytest.raises(BenchError, match=said):
             next(pipeline_lines(Bench(workloads=("paper-shuf",), **options), "speculative", 50.0, "s"))
 
-    def test_a_delay_is_a_pipelines(self) -> None:
+    def test_a_delay_needs_a_pipeline(self) -> None:
         done = run_command(bench_command, "--retrieval-delay", 20)
         assert done.exit_code == 2 and "--retrieval-delay needs --pipeline" in done.output
 

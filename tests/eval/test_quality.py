@@ -1,5 +1,5 @@
-"""Answer quality: a corpus' questions, the official scores, every question in every order, and an honest word on
-whether anything was measured."""
+"""Answer quality: a corpus' questions, the official scores, every question in every order, and whether anything was
+measured."""
 
 from __future__ import annotations
 
@@ -144,15 +144,14 @@ def corpus_folder(folder: Path, questions: int = 4, **fields: Any) -> Path:
 
 class TestACorpus:
     def test_has_documents_as_its_run_ranks_them(self, tmp_path: Path) -> None:
-        first, *_ = load_questions("corpus", corpus_folder(tmp_path / "c"), top_k=3).questions
+        folder = corpus_folder(tmp_path / "c")
+        first, *_ = load_questions("corpus", folder, top_k=3).questions
         assert (first.id, first.text, first.answers) == ("q0", "How many watts has lamp 0?", ("0 watts",))
         assert titles(first) == ["Lamp 7", "Lamp 6", "Lamp 0"]
         assert first.documents[2].text == "It has 0 watts."
         assert first.gold == ("Lamp 0",)
-
-    def test_a_question_whose_document_was_not_retrieved_is_asked_as_well(self, tmp_path: Path) -> None:
-        loaded = load_questions("corpus", corpus_folder(tmp_path / "c"), top_k=2)
-        assert [(len(each.documents), each.gold) for each in loaded.questions] == [(2, ())] * 4
+        fewer = load_questions("corpus", folder, top_k=2).questions
+        assert [(len(each.documents), each.gold) for each in fewer] == [(2, ())] * 4, "without gold it is asked as well"
 
     def test_without_supporting_documents_gold_is_what_has_an_answer(self, tmp_path: Path) -> None:
         folder = corpus_folder(tmp_path / "c", supporting=None, answers=["6 watts"])
@@ -498,32 +497,29 @@ class TestDryRun:
 
     def test_an_answer_that_the_extraction_would_spoil_ends_it(self, tmp_path: Path) -> None:
         data = hotpot_folder(tmp_path / "c", range(1), {0: "Answer: 42"})
-        with pytest.raises(
-            QualityError, match=r"the accepted answer to question '5a7a0' \(1 in all\) does not score 100"
-        ):
+        with pytest.raises(QualityError, match=r"accepted answer to question '5a7a0' \(1 in all\) does not score 100"):
             run_quality(make_bench("hotpotqa", data, dry_run=True))
 
     def test_an_order_that_loses_a_document_ends_it(self, hotpot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from ragorder import PromptBuilder
 
         build = PromptBuilder.build
-        lose = {"Radio City", "Echosmith 3"}
 
         def forgetful(self: Any, query: str, ordering: Any) -> Any:
-            documents = ordering.documents
-            if documents[0].id in lose:
-                return build(self, query, documents)
-            return build(self, query, documents[1:])
+            kept = ordering.documents[0].id in ("Radio City", "Echosmith 3")
+            return build(self, query, ordering.documents[0 if kept else 1 :])
 
         monkeypatch.setattr(PromptBuilder, "build", forgetful)
         with pytest.raises(QualityError, match="order 'sorted' loses or changes documents of question '5a7a0'"):
             run_quality(make_bench("hotpotqa", hotpot, orders=("retrieval", "sorted"), dry_run=True))
 
     def test_counts_in_the_tokens_of_a_model_if_there_is_one(self, hotpot: Path, model_folder: Path) -> None:
-        bench = make_bench("hotpotqa", hotpot, dry_run=True, model=model_folder, capacity_tokens=Capacity.parse("50%"))
-        exact = by_order(run_quality(bench))["free"]["engine"]["capacity_tokens"]
-        bench = make_bench("hotpotqa", hotpot, dry_run=True, capacity_tokens=Capacity.parse("50%"))
-        assert exact != by_order(run_quality(bench))["free"]["engine"]["capacity_tokens"]
+        options = {"dry_run": True, "capacity_tokens": Capacity.parse("50%")}
+        exact, estimated = (
+            by_order(run_quality(make_bench("hotpotqa", hotpot, **options, **model)))["free"]["engine"]
+            for model in ({"model": model_folder}, {})
+        )
+        assert exact["capacity_tokens"] != estimated["capacity_tokens"]
 
 
 class TestLines:
@@ -533,11 +529,8 @@ class TestLines:
             assert line["rows"]["id"] == [f"5a7a{number}" for number in range(6)]
             assert {len(column) for column in line["rows"].values() if column is not None} == {6}
             assert line["rows"]["answer"] == ["Arthur's Magazine" * (line["cell"]["answers"] == "accepted")] * 6
-        assert "1844" not in json.dumps(lines)
-        assert "magazine was started" not in json.dumps(lines)
-
-    def test_say_where_the_gold_documents_stood(self, hotpot: Path) -> None:
-        orders = by_order(list(serve_quality(make_bench("hotpotqa", hotpot, dry_run=True))))
+        assert "1844" not in json.dumps(lines) and "magazine was started" not in json.dumps(lines)
+        orders = by_order(lines)
         assert orders["retrieval"]["rows"]["gold_places"] == [[1, 2]] * 6
         assert orders["sorted"]["rows"]["gold_places"] == [[0, 2]] * 6
         assert orders["free+keep_last=2"]["rows"]["gold_places"][0][-1] == 2
@@ -612,10 +605,8 @@ def service() -> Iterator[Service]:
 @pytest.fixture
 def ask(hotpot: Path, service: Service) -> Ask:
     def run(*orders: str, **options: Any) -> list[JSON]:
-        bench = make_bench(
-            "hotpotqa", hotpot, engine="openai", base_url=service.base_url, orders=orders or DEFAULT_ORDERS, **options
-        )
-        return run_quality(bench)
+        server = {"engine": "openai", "base_url": service.base_url, "orders": orders or DEFAULT_ORDERS}
+        return run_quality(make_bench("hotpotqa", hotpot, **server | options))
 
     return run
 
@@ -631,13 +622,8 @@ class TestServer:
         assert {line["dry_run"] for line in lines} == {False}
         assert (orders["retrieval"]["em"], orders["sorted"]["em"]) == (0, 100)
         assert orders["sorted"]["rows"]["em"] == [1] * 6
-        told = orders["free"]["engine"]
-        assert told == {
-            "name": "openai",
-            "model": "Served-7B-Instruct",
-            "block_size": 16,
-            "capacity_tokens": 262_144,
-        }
+        told = {"name": "openai", "model": "Served-7B-Instruct", "block_size": 16, "capacity_tokens": 262_144}
+        assert orders["free"]["engine"] == told
 
     def test_requests_are_greedy_and_no_longer_than_asked(self, ask: Ask, service: Service) -> None:
         ask("retrieval", output_tokens=5, served_model="other", api_key="sk-1")
@@ -693,29 +679,27 @@ class TestServer:
         assert orders["retrieval"]["rows"]["id"] == ["5a7a0", "5a7a1", "5a7a2", "5a7a4", "5a7a5"]
         assert checks(lines, "quality-comparison")[0]["questions"] == 3
 
-    @pytest.mark.parametrize("content", [["x"], {}])
-    def test_an_answer_that_is_no_text_is_a_failure(self, ask: Ask, service: Service, content: Any) -> None:
-        service.content = content
-        with pytest.raises(EngineError, match="not one of 6 questions was answered: the answer has no text"):
-            ask("retrieval")
-
     def test_an_empty_answer_is_a_wrong_one(self, ask: Ask, service: Service) -> None:
         service.content = ""
         found = by_order(ask("retrieval"))["retrieval"]
         assert (found["failures"], found["em"]) == (0, 0)
 
-    def test_a_server_that_refuses_everything_ends_it(self, ask: Ask, service: Service) -> None:
-        service.refuses = {"messages"}
-        with pytest.raises(EngineError, match="not one of 6 questions was answered: HTTP 400"):
-            ask("retrieval")
-
-    def test_a_server_that_is_not_there_is_named(self, hotpot: Path) -> None:
-        with pytest.raises(EngineError, match="cannot be reached"):
-            run_quality(make_bench("hotpotqa", hotpot, engine="openai", base_url="http://127.0.0.1:9"))
-
-    def test_an_unknown_model_is_named(self, ask: Ask) -> None:
-        with pytest.raises(EngineError, match="no model 'mine'"):
-            ask("retrieval", served_model="mine")
+    @pytest.mark.parametrize(
+        ("server", "options", "said"),
+        [
+            ({"content": ["x"]}, {}, "not one of 6 questions was answered: the answer has no text"),
+            ({"content": {}}, {}, "not one of 6 questions was answered: the answer has no text"),
+            ({"refuses": {"messages"}}, {}, "not one of 6 questions was answered: HTTP 400"),
+            ({}, {"base_url": "http://127.0.0.1:9"}, "cannot be reached"),
+            ({}, {"served_model": "mine"}, "no model 'mine'"),
+        ],
+    )
+    def test_without_a_server_or_an_answer_it_ends_with_the_reason(
+        self, ask: Ask, service: Service, server: JSON, options: JSON, said: str
+    ) -> None:
+        vars(service).update(server)
+        with pytest.raises(EngineError, match=said):
+            ask("retrieval", **options)
 
 
 # --- what it says together --------------------------------------------------------------------------------------------
@@ -726,24 +710,10 @@ def line(policy: str, em: Sequence[int], f1: Sequence[float] | None = None, **fi
     places = fields.pop("gold_places", [[0]] * count)
     moved = fields.pop("displacement", [0.0 if policy == "retrieval" else 1.0] * count)
     ids = fields.pop("id", [str(number) for number in range(count)])
-    return {
-        "type": "quality",
-        "session": "s",
-        "suite": "quality",
-        "cell": {"dataset": "hotpotqa"},
-        "seed": 0,
-        "policy": policy,
-        "model": {"name": "big-7B", "parameters": 7_000_000_000, "random_weights": False},
-        "dry_run": False,
-        "rows": {
-            "id": ids,
-            "em": list(em),
-            "f1": list(em if f1 is None else f1),
-            "displacement": moved,
-            "gold_places": places,
-        },
-        **fields,
-    }
+    rows = {"id": ids, "em": [*em], "f1": [*(em if f1 is None else f1)], "displacement": moved, "gold_places": places}
+    model = {"name": "big-7B", "parameters": 7_000_000_000, "random_weights": False}
+    key = {"type": "quality", "session": "s", "suite": "quality", "cell": {"dataset": "hotpotqa"}, "seed": 0}
+    return key | {"policy": policy, "model": model, "dry_run": False, "rows": rows} | fields
 
 
 class TestStatistics:
@@ -755,12 +725,9 @@ class TestStatistics:
         other = [0] * lost + [1] * won + [1] * 20 + [0] * 20
         assert mcnemar_exact(baseline, other) == (lost, won, pytest.approx(p))
 
-    def test_the_bootstrap_is_paired(self) -> None:
+    def test_the_interval_is_that_of_the_mean_of_paired_differences(self) -> None:
         baseline = [number / 100 for number in range(100)]
-        mean, low, high = bootstrap_difference(baseline, [value + 0.1 for value in baseline])
-        assert (mean, low, high) == pytest.approx((0.1, 0.1, 0.1))
-
-    def test_the_interval_is_that_of_the_mean_difference(self) -> None:
+        assert bootstrap_difference(baseline, [value + 0.1 for value in baseline]) == pytest.approx((0.1, 0.1, 0.1))
         differences = [(-1) ** number * 0.2 + 0.05 for number in range(400)]
         mean, low, high = bootstrap_difference([0.0] * 400, differences)
         assert mean == pytest.approx(0.05)
@@ -824,18 +791,13 @@ class TestComparison:
         lines = ask("retrieval", "sorted")
         assert {(each["em"], each["contains"]) for each in by_order(lines).values()} == {(0, 100)}
         (compared,) = checks(lines, "quality-comparison")
-        assert (compared["contains"], compared["contains_won"], compared["contains_verdict"]) == (
-            100,
-            0,
-            "no difference",
-        )
+        assert (compared["contains"], compared["contains_won"]) == (100, 0)
+        assert compared["contains_verdict"] == "no difference"
 
     def test_places_of_gold_documents(self) -> None:
         found = gold_places(line("free", [1, 0, 1], [1, 0.5, 1], gold_places=[[0, 2], [2], []]))
-        assert found["places"] == [
-            {"place": 0, "gold": 1, "em": 100, "f1": 100},
-            {"place": 2, "gold": 2, "em": 50, "f1": 75},
-        ]
+        figures = [(0, 1, 100, 100), (2, 2, 50, 75)]
+        assert found["places"] == [dict(zip(("place", "gold", "em", "f1"), each, strict=True)) for each in figures]
         assert found["without_gold"] == 1
 
     def test_a_summary_is_made_for_each_suite_cell_and_seed_of_the_last_line_of_an_order(self) -> None:
@@ -863,10 +825,7 @@ class TestPlaces:
         (asked,) = serve_quality(bench)
         assert (asked["rows"]["id"], asked["passed_over"]) == (["q0"], {"questions without a gold document": 3})
 
-    @pytest.mark.parametrize(
-        ("first", "last", "best"),
-        [(0, 9, "last"), (9, 0, "first"), (5, 6, "any"), (0, 7, "any")],
-    )
+    @pytest.mark.parametrize(("first", "last", "best"), [(0, 9, "last"), (9, 0, "first"), (5, 6, "any"), (0, 7, "any")])
     def test_the_end_with_more_right_answers_is_recommended_if_they_differ(
         self, first: int, last: int, best: str
     ) -> None:
@@ -929,7 +888,7 @@ class TestJudgingWhatIsKept:
         assert {(each["seed"], each["session"]) for each in found} == {(0, "now")}
         assert judge_previous(self.file(tmp_path, *lines, *found), "quality", "later") == ([], [])
 
-    def test_an_interrupt_before_the_verdict_is_made_good(self, tmp_path: Path) -> None:
+    def test_a_verdict_that_an_interrupt_cut_off_is_made_again(self, tmp_path: Path) -> None:
         lines = [line("retrieval", [1]), line("free", [1])]
         *compared, _ = summarise(lines)
         path = self.file(tmp_path, *lines, *compared)
@@ -1005,7 +964,7 @@ class TestModels:
         assert model_facts("m", tmp_path).parameters is None
 
 
-# --- documents taken over ---------------------------------------------------------------------------------------------
+# --- documents reused -------------------------------------------------------------------------------------------------
 
 
 class TestFused:
@@ -1030,20 +989,16 @@ class TestFused:
         options = ["--engine", "torch", "--model", model_folder, "--output-tokens", 2, "--fusion", "0,.2,1"]
         done = invoke("hotpotqa", "--data", hotpot, "-o", tmp_path, "--select", "query,deviation", *options)
         assert done.exit_code == 0, done.output
-        lines = [json.loads(each) for each in (tmp_path / "results.jsonl").read_text("utf-8").splitlines()]
+        lines = result_lines(tmp_path)
         asked = by_order(lines)
         assert tuple(asked) == ("retrieval", *fused_orders(["retrieval"], [0, 0.2, 1], ["query", "deviation"]))
         exact = asked.pop("retrieval")
         assert exact["rows"]["fused_tokens"] is None
         for name, found in asked.items():
-            recompute = Order.parse(name).fused.recompute  # type: ignore[union-attr]
+            recompute, rows = Order.parse(name).fused.recompute, found["rows"]  # type: ignore[union-attr]
             assert found["failures"] == 0
-            rows = found["rows"]
-            for cached, fused, recomputed in zip(
-                rows["cached_tokens"], rows["fused_tokens"], rows["recomputed_tokens"], strict=True
-            ):
-                assert min(fused, cached) > 0
-                assert recomputed == round(recompute * fused)
+            assert min(*rows["fused_tokens"], *rows["cached_tokens"]) > 0
+            assert rows["recomputed_tokens"] == [round(recompute * fused) for fused in rows["fused_tokens"]]
         (verdict,) = checks(lines, "quality-verdict")
         assert not verdict["measured"]
 
@@ -1057,11 +1012,9 @@ class TestAnswersOfAnEngineInThisProcess:
     @pytest.fixture
     def bench(self, tmp_path: Path, model_folder: Path) -> QualityBench:
         pytest.importorskip("torch")
-        orders = ("retrieval", "reversed", "none")
-        options = {"top_k": 2, "engine": "torch", "model": model_folder, "output_tokens": 4}
-        return make_bench(
-            "corpus", corpus_folder(tmp_path / "c"), orders=orders, answers=tmp_path / "answers.jsonl", **options
-        )
+        options = {"orders": ("retrieval", "reversed", "none"), "answers": tmp_path / "answers.jsonl", "top_k": 2}
+        options |= {"engine": "torch", "model": model_folder, "output_tokens": 4}
+        return make_bench("corpus", corpus_folder(tmp_path / "c"), **options)
 
     def test_each_prompt_is_answered_once_however_many_orders_lead_to_it(
         self, bench: QualityBench, tmp_path: Path
@@ -1094,15 +1047,12 @@ class TestAnswersOfAnEngineInThisProcess:
 
 @pytest.mark.vllm
 class TestVLLM:
-    def bench(self, hotpot: Path, vllm_model: Path, **options: Any) -> QualityBench:
-        return make_bench("hotpotqa", hotpot, model=vllm_model, output_tokens=8, **options)
-
     def test_every_order_is_asked_end_to_end(self, tmp_path: Path, vllm_model: Path, vllm_engine: Any) -> None:
         from ragorder.eval.engines.models import load_tokenizer
 
         hotpot = hotpot_folder(tmp_path / "hotpotqa", times=4)
         orders = ("none", *DEFAULT_ORDERS)
-        bench = self.bench(hotpot, vllm_model, orders=orders)
+        bench = make_bench("hotpotqa", hotpot, model=vllm_model, output_tokens=8, orders=orders)
         data = load_questions("hotpotqa", hotpot)
         builders, facts = Builders(load_tokenizer(vllm_model)), model_facts("random", vllm_model)
         engine = OnceAnswers(vllm_engine, 8, capacity_tokens=vllm_engine.capacity_tokens, model="random")
@@ -1118,10 +1068,8 @@ class TestVLLM:
         for asked in lines:
             assert (asked["failures"], len(asked["rows"]["em"]), asked["engine"]["name"]) == (0, 6, "vllm")
         cached = {name: sum(asked["rows"]["cached_tokens"]) for name, asked in by_order(lines).items()}
-        assert cached["none"] == 0
-        assert cached["free"] > cached["retrieval"] > 0
-        orders_of = by_order(lines)
-        assert orders_of["none"]["rows"]["answer"] == orders_of["retrieval"]["rows"]["answer"]
+        assert cached["free"] > cached["retrieval"] > cached["none"] == 0
+        assert by_order(lines)["none"]["rows"]["answer"] == by_order(lines)["retrieval"]["rows"]["answer"]
         (verdict,) = checks(summarise(lines), "quality-verdict")
         assert verdict["message"] == "quality was NOT measured: the model has random weights: its answers are noise"
 
@@ -1157,7 +1105,7 @@ class TestVLLM:
         done = invoke("hotpotqa", "--data", hotpot, "-o", tmp_path / "out", *arguments)
         assert done.exit_code == 0, done.output
         assert "quality was NOT measured: the model has random weights" in " ".join(done.output.split())
-        (asked,) = [each for each in result_lines(tmp_path / "out") if each["type"] == "quality"]
+        (asked,) = result_lines(tmp_path / "out", "quality")
         assert len(asked["rows"]["cached_tokens"]) == 2
 
 
@@ -1186,10 +1134,7 @@ class TestCommand:
         done = invoke(*arguments, "--policy", "retrieval", "--policy", "sorted")
         assert done.exit_code == 0, done.output
         assert len(service.bodies) == 12
-        assert [each["policy"] for each in result_lines(tmp_path) if each["type"] == "quality"] == [
-            "retrieval",
-            "sorted",
-        ]
+        assert [each["policy"] for each in result_lines(tmp_path, "quality")] == ["retrieval", "sorted"]
         (compared,) = checks(result_lines(tmp_path), "quality-comparison")
         assert (compared["policy"], compared["em_won"], compared["em_verdict"]) == ("sorted", 6, "better")
         assert "quality was measured" in done.output
@@ -1212,22 +1157,10 @@ class TestCommand:
         session, asked, *_ = result_lines(tmp_path / "out")
         assert "sk-9" not in json.dumps(session)
         assert (asked["suite"], asked["seed"], asked["policy"]) == ("quality", 5, "free+keep_first=1")
-        assert asked["cell"] == {
-            "dataset": "2wikimultihopqa",
-            "data": str(data),
-            "limit": 3,
-            "question_order": "random",
-            "top_k": 4,
-            "document_words": 4,
-            "retriever": "bm25",
-            "engine": "openai",
-            "model": "other",
-            "base_url": service.base_url,
-            "capacity_tokens": 9000,
-            "block_size": 64,
-            "output_tokens": 6,
-            "concurrency": 2,
-        }
+        cell = {"dataset": "2wikimultihopqa", "data": str(data), "limit": 3, "question_order": "random", "top_k": 4}
+        cell |= {"document_words": 4, "retriever": "bm25", "engine": "openai", "model": "other", "concurrency": 2}
+        cell |= {"base_url": service.base_url, "capacity_tokens": 9000, "block_size": 64, "output_tokens": 6}
+        assert asked["cell"] == cell
         assert (asked["engine"]["block_size"], asked["engine"]["capacity_tokens"]) == (64, 9000)
         assert (service.keys[0], service.bodies[0]["max_tokens"]) == ("Bearer sk-9", 6)
 
@@ -1295,14 +1228,9 @@ kind = "quality"
 policies = ["retrieval", "sorted", "free+keep_first=1"]
 warmup = 0
 requests = 4
-[cell]
-top_k = 2
-document_words = 3
-output_tokens = 6
-[sweep]
-dataset = ["hotpotqa"]
-[report]
-chart = "quality"
+cell = { top_k = 2, document_words = 3, output_tokens = 6 }
+sweep = { dataset = ["hotpotqa"] }
+report = { chart = "quality" }
 """
 
 
@@ -1324,19 +1252,13 @@ class TestInASuite:
     def test_what_the_cell_says_reaches_the_server(self, run: Ask, service: Service) -> None:
         lines = run()
         assert by_order(lines).keys() == {"retrieval", "sorted", "free+keep_first=1"}
-        assert {json.dumps(each["cell"]) for each in lines} == {
-            '{"dataset": "hotpotqa", "top_k": 2, "document_words": 3, "output_tokens": 6}'
-        }
-        assert len(service.bodies) == 12
-        assert {body["max_tokens"] for body in service.bodies} == {6}
+        cell = {"dataset": "hotpotqa", "top_k": 2, "document_words": 3, "output_tokens": 6}
+        assert all(each["cell"] == cell for each in lines)
+        assert [body["max_tokens"] for body in service.bodies] == [6] * 12
         prompt = json.dumps(service.bodies[0]["messages"])
-        assert "Radio City is" in prompt
-        assert "First for Women" in prompt
-        assert "Radio City is a" not in prompt
-        assert "Echosmith" not in prompt
-
-    def test_it_ends_with_the_same_checks_as_the_command(self, run: Ask) -> None:
-        lines = run()
+        assert "Radio City is" in prompt and "First for Women" in prompt
+        assert "Radio City is a" not in prompt and "Echosmith" not in prompt
+        # It ends with the same checks as the command.
         found = [each for each in lines if each["type"] == "check"]
         assert [{**each, "session": ""} for each in found] == [{**each, "session": ""} for each in summarise(lines)]
         (verdict,) = checks(lines, "quality-verdict")

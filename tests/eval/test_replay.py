@@ -96,12 +96,10 @@ def exported(workload: Workload, arrivals: Sequence[Arrival] = (), limit: int | 
     lines = []
     for number, ranking in enumerate(workload.rankings[:limit]):
         documents = [workload.documents[document] for document in ranking]
-        request = line([each.id for each in documents], number, tokens=[each.token_count for each in documents])
-        if arrivals:
-            request["time"] = arrivals[number].at_s
-            if arrivals[number].output_tokens is not None:
-                request["output_tokens"] = arrivals[number].output_tokens
-        lines.append(request)
+        arrival = arrivals[number] if arrivals else Arrival(number)
+        told = {} if arrival.output_tokens is None else {"output_tokens": arrival.output_tokens}
+        tokens = [each.token_count for each in documents]
+        lines.append(line([each.id for each in documents], arrival.at_s, tokens=tokens, **told))
     return read(*lines)
 
 
@@ -328,10 +326,7 @@ BAD_LINES: dict[str, tuple[Any, str]] = {
     "a document without an id": (line([{"tokens": 5}]), '"documents[0].id" is missing'),
     "lengths of another number": (line("ab", tokens=[1]), '"tokens" has 1 entries and "documents" has 2'),
     "lengths given twice": (line([{"id": "a", "tokens": 5}], tokens=[5]), "not in both"),
-    "lengths that are a string": (
-        line(tokens=SECRET),
-        '"tokens" must be a list or an integer, not a string',
-    ),
+    "lengths that are a string": (line(tokens=SECRET), '"tokens" must be a list or an integer, not a string'),
     "a length that is a string": (line(tokens=[1, SECRET]), '"tokens[1]" must be an integer, not a string'),
     "a length that is true": (line(tokens=[1, True]), '"tokens[1]" must be an integer, not a boolean'),
     "a length that is a fraction": (line(tokens=[1, 2.0]), "not a decimal number"),
@@ -374,12 +369,12 @@ class TestABadLog:
         with pytest.raises(LogError, match=re.escape(f"{path}: no requests in it: a line looks like")):
             read_log(path)
 
-    @pytest.mark.parametrize("damage", ["cut", "changed", "garbage behind"])
+    @pytest.mark.parametrize("damage", ["cut", "changed", "garbage after it"])
     def test_of_damaged_gzip_data_is_refused(self, tmp_path: Path, damage: str) -> None:
         path = written(tmp_path, *(line([f"d{n * 7919 % 1000}"], n) for n in range(2_000)), name="log.gz")
         data = path.read_bytes()
         changed = data[:500] + bytes(255 - byte for byte in data[500:520]) + data[520:]
-        path.write_bytes({"cut": data[:-100], "changed": changed, "garbage behind": data + b"hunter2"}[damage])
+        path.write_bytes({"cut": data[:-100], "changed": changed, "garbage after it": data + b"hunter2"}[damage])
         with pytest.raises(LogError, match=r"log\.gz:\d+: ") as error:
             read_log(path)
         assert SECRET not in str(error.value)
@@ -501,14 +496,8 @@ class TestTheFiguresAreThoseOfTheBenchmark:
         limit = length(300, 120)
         log = exported(make_workload(workload, seed), limit=limit)
         report = replay(log, policies=POLICIES, capacities=[capacity], sweep=(), block_size=block_size)
-        bench = Bench(
-            workloads=[workload],
-            policies=POLICIES,
-            capacity=Capacity.parse(capacity),
-            seeds=[seed],
-            limit=limit,
-            block_size=block_size,
-        )
+        sizes = {"capacity": Capacity.parse(capacity), "block_size": block_size, "limit": limit}
+        bench = Bench(workloads=[workload], policies=POLICIES, seeds=[seed], **sizes)
         for figures, result in zip(report.figures, run_bench(bench), strict=True):
             for name in ("policy", "capacity_tokens", "prompt_tokens", "cached_tokens", "cached_ratio"):
                 assert getattr(figures, name) == getattr(result, name)
@@ -519,14 +508,9 @@ class TestTheFiguresAreThoseOfTheBenchmark:
         log = exported(make_workload("zipf10", 0), arrivals, limit=253)
         rates = {"prefill_tokens_per_s": 9_000.0, "decode_tokens_per_s": 12.0}
         report = replay(log, policies=POLICIES, capacities=[capacity], sweep=(), **rates)
-        bench = Bench(
-            workloads=["zipf10"],
-            policies=POLICIES,
-            capacity=Capacity.parse(capacity),
-            arrivals=Arrivals("poisson:4", rate=4.0),
-            service_times=ServiceTimes(**rates),
-            limit=253,
-        )
+        timed = {"arrivals": Arrivals("poisson:4", rate=4.0), "service_times": ServiceTimes(**rates)}
+        sizes = {"capacity": Capacity.parse(capacity), "limit": 253}
+        bench = Bench(workloads=["zipf10"], policies=POLICIES, **sizes, **timed)
         results = run_bench(bench)
         assert [each.cached_tokens for each in report.figures] == [each.cached_tokens for each in results]
         assert all(figures.in_flight_mean > 3 for figures in report.figures)
@@ -536,13 +520,9 @@ class TestTheFiguresAreThoseOfTheBenchmark:
         arrivals = [Arrival(number * 0.4, rng.randrange(1, 200)) for number in range(200)]
         log = exported(make_workload("paper-shuf", 0), arrivals, limit=200)
         report = replay(log, policies=POLICIES, capacities=[15_000], sweep=(), prefill_tokens_per_s=4_000)
-        bench = Bench(
-            workloads=["paper-shuf"],
-            policies=POLICIES,
-            capacity=Capacity(15_000),
-            arrivals=Arrivals("recorded", trace=arrivals),
-            service_times=ServiceTimes(prefill_tokens_per_s=4_000),
-        )
+        times = ServiceTimes(prefill_tokens_per_s=4_000)
+        timed = {"arrivals": Arrivals("recorded", trace=arrivals), "service_times": times}
+        bench = Bench(workloads=["paper-shuf"], policies=POLICIES, capacity=Capacity(15_000), **timed)
         assert [each.cached_tokens for each in report.figures] == [each.cached_tokens for each in run_bench(bench)]
 
     @pytest.mark.skipif(not CORPUS.exists(), reason="needs the real corpora")
@@ -570,15 +550,8 @@ class TestTenants:
             line([f"d{d}" for d in ranking], number, tokens=[180 + d % 41 for d in ranking], tenant=rng.choice("xyz"))
             for number, ranking in enumerate(workload.rankings[:300])
         ]
-        together, *alone = (
-            replay(
-                read(*(each for each in lines if each["tenant"] in tenants)),
-                policies=POLICIES,
-                capacities=["unlimited"],
-                sweep=(),
-            )
-            for tenants in ("xyz", "x", "y", "z")
-        )
+        logs = (read(*(each for each in lines if each["tenant"] in tenants)) for tenants in ("xyz", "x", "y", "z"))
+        together, *alone = (replay(log, policies=POLICIES, capacities=["unlimited"], sweep=()) for log in logs)
         assert together.log.tenants == 3
         for key, tokens in cached(together).items():
             assert tokens == sum(cached(report)[key] for report in alone)
@@ -682,15 +655,15 @@ class TestCapacities:
         assert [name for name, _, asked in self.sizes("5%", "unlimited") if asked] == ["5 %", "unlimited"]
         assert len(self.sizes("5%", "unlimited")) == 6
 
-    def test_of_the_sweep_that_hold_no_prompt_are_left_out_and_said(self) -> None:
+    def test_of_the_sweep_that_hold_no_prompt_are_left_out_and_noted(self) -> None:
         report = replay(read(line("abcd", tokens=100), line("efgh", 1, tokens=100)))
         assert [each.name for each in report.capacities] == ["100 %", "unlimited"]
         assert report.left_out == ["5 %", "10 %", "25 %", "50 %"]
-        assert report.notes == [
-            "caches of 5 %, 10 %, 25 %, 50 % were left out: the longest prompt with its answer takes 516 tokens"
-        ]
+        (note,) = report.notes
+        assert note.startswith("caches of 5 %, 10 %, 25 %, 50 % were left out: the longest prompt")
+        assert note.endswith("with its answer takes 516 tokens")
 
-    def test_that_are_asked_for_and_hold_no_prompt_are_replayed_and_said(self) -> None:
+    def test_that_are_asked_for_and_hold_no_prompt_are_replayed_and_noted(self) -> None:
         report = replay(read(line("abcd", tokens=100)), capacities=[128], sweep=())
         assert report.notes == ["no engine has a cache of 128 tokens: the longest prompt with its answer takes 516"]
 
@@ -719,16 +692,18 @@ class TestPolicies:
         assert replay(log, policies=["free"]).figures == free
 
 
+ROUNDING = "no more than rounding to whole blocks explains"
+
+
 def report_of(*gains: int, asked: int | None = None, rate: float | None = None) -> ReplayReport:
-    """A report of 100 requests of 1,000 tokens, of which retrieval order reuses a fifth and auto so many more in all,
-    at one capacity after the other."""
+    """A report of 100 requests of 1,000 tokens. Retrieval order reuses a fifth, and auto so many more in all, at one
+    capacity after the other."""
     capacities = [CapacityInfo(f"{1_000 * (n + 1):,} tokens", 1_000 * (n + 1), n == asked) for n in range(len(gains))]
-    figures = []
-    for capacity, gain in zip(capacities, gains, strict=True):
-        for policy, tokens in (("retrieval", 20_000), ("earned", 20_000 + gain)):
-            figures.append(
-                PolicyFigures(policy, capacity.tokens, 100_000, tokens, tokens / 100_000, [tokens / 100_000])
-            )
+    figures = [
+        PolicyFigures(policy, capacity.tokens, 100_000, tokens, tokens / 100_000, [tokens / 100_000])
+        for capacity, gain in zip(capacities, gains, strict=True)
+        for policy, tokens in (("retrieval", 20_000), ("earned", 20_000 + gain))
+    ]
     return ReplayReport(
         LogInfo("log", 100, 99.0, 1, 1, 50, 5.0, 10_000, 1_000.0, 1_000, 0),
         Overlap(100_000, 90_000, 0.9, 0.05, 0.05, 0.8, 0.5, 0.7, 100, True),
@@ -750,20 +725,12 @@ class TestTheSaving:
     @pytest.mark.parametrize(
         ("gain", "verdict", "reason"),
         [
-            (0, "not worth it", "0.0 tokens a request: no more than rounding to whole blocks explains: not worth it"),
-            (
-                1_599,
-                "not worth it",
-                "2.0 % of the prefill, 16.0 tokens a request: no more than rounding to whole blocks explains",
-            ),
-            (-1_599, "not worth it", "no more than rounding to whole blocks explains"),
+            (0, "not worth it", f"0.0 tokens a request: {ROUNDING}: not worth it"),
+            (1_599, "not worth it", f"2.0 % of the prefill, 16.0 tokens a request: {ROUNDING}"),
+            (-1_599, "not worth it", ROUNDING),
             (1_600, "helps a little", "little, yet more than rounding to whole blocks explains"),
             (3_999, "helps a little", "little, yet more than rounding to whole blocks explains"),
-            (
-                4_000,
-                "helps",
-                "at 1,000 tokens ragorder (earned) saves 5.0 % of the prefill, 40.0 tokens a request: worth it",
-            ),
+            (4_000, "helps", "at 1,000 tokens ragorder (earned) saves 5.0 % of the prefill, 40.0 tokens a request"),
             (-1_600, "costs", "retrieval order reuses more; leave it as it is"),
         ],
     )
@@ -807,11 +774,6 @@ class TestTheSaving:
 
 
 class TestProcesses:
-    def test_change_nothing(self) -> None:
-        log = exported(make_workload("zipf10", 0), limit=200)
-        options: dict[str, Any] = {"capacities": [5_000, 20_000], "sweep": ()}
-        assert replay(log, processes=3, **options).figures == replay(log, **options).figures
-
     @pytest.mark.parametrize("processes", [1, 2])
     def test_the_progress_is_that_of_all_of_them(self, tmp_path: Path, processes: int) -> None:
         path = written(tmp_path, *(line([f"d{n % 40}", f"d{n % 7}"], n) for n in range(400)))
@@ -829,19 +791,14 @@ class TestProcesses:
         assert len(told) == 100
 
     def test_one_that_dies_ends_the_replay(self) -> None:
-        def progress(description: str, steps: int) -> Callable[[], None]:
-            return kill if description.startswith("replaying") else lambda: None
-
         def kill() -> None:
             for child in multiprocessing.active_children():
                 assert child.pid is not None
                 with suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGKILL)
 
-        with pytest.raises(
-            ReplayError, match="a process of the replay died: if it ran out of memory, lower --processes"
-        ):
-            replay(exported(make_workload("zipf10", 0)), progress=progress, processes=2)
+        with pytest.raises(ReplayError, match=r"a process of the replay died: .*, lower --processes"):
+            self.replay_and(kill)
 
     def test_workers_stop_at_the_next_step_once_their_results_are_not_needed(
         self, monkeypatch: pytest.MonkeyPatch
@@ -853,15 +810,18 @@ class TestProcesses:
         assert list(told) == [1]
 
     def test_end_when_the_replay_is_interrupted(self) -> None:
-        def progress(description: str, steps: int) -> Callable[[], None]:
-            return interrupt if description.startswith("replaying") else lambda: None
-
         def interrupt() -> None:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            replay(exported(make_workload("zipf10", 0)), progress=progress, processes=2)
+            self.replay_and(interrupt)
         assert multiprocessing.active_children() == []
+
+    def replay_and(self, disturb: Callable[[], None]) -> None:
+        def progress(description: str, steps: int) -> Callable[[], None]:
+            return disturb if description.startswith("replaying") else lambda: None
+
+        replay(exported(make_workload("zipf10", 0)), progress=progress, processes=2)
 
 
 invoke = partial(run_command, command, env={"COLUMNS": "160"})
@@ -911,19 +871,15 @@ class TestTheCommand:
         done = invoke(log_file)
         assert done.exit_code == 0, done.output
         shown = " ".join(done.stdout.split())
-        for words in (
-            *("retrieval", "greedy", "earned", "5 %", "100 %", "that ragorder (earned) saves", "helps"),
-            "share two documents or more with an earlier one",
-            "so that no order can reuse more than",
-            "would it help? Yes: ragorder (earned) saves",
-        ):
-            assert words in shown
+        words = ["retrieval", "greedy", "earned", "5 %", "100 %", "that ragorder (earned) saves", "helps"]
+        words += ["share two documents or more with an earlier one", "so that no order can reuse more than"]
+        words += ["would it help? Yes: ragorder (earned) saves"]
+        assert [each for each in words if each not in shown] == []
 
     def test_says_so_where_it_is_not_worth_it(self, tmp_path: Path) -> None:
         path = written(tmp_path, *(line([f"{n} {rank}" for rank in range(5)], n) for n in range(60)))
         shown = " ".join(invoke(path).stdout.split())
-        words = "0.0 tokens a request: no more than rounding to whole blocks explains"
-        assert f"ragorder (earned) saves 0.0 % of the prefill, {words}" in shown
+        assert f"ragorder (earned) saves 0.0 % of the prefill, 0.0 tokens a request: {ROUNDING}" in shown
         assert "would it help? No: ragorder (earned) saves nothing worth having at any of these capacities." in shown
         overlap = as_json(path)["overlap"]
         assert (overlap["sharing_two_ratio"], overlap["jaccard_mean"]) == (0, 0)
@@ -1010,11 +966,8 @@ class TestTheCommand:
         assert found["log"]["requests"] == 50
         assert found["log"]["documents_per_request_mean"] == 3
         assert found["engine"]["block_size"] == 32
-        assert [(run["policy"], run["capacity_tokens"]) for run in found["runs"]] == [
-            (policy, capacity["tokens"])
-            for capacity in found["capacities"]
-            for policy in ("retrieval", "prefix", "greedy")
-        ]
+        replayed = product([each["tokens"] for each in found["capacities"]], ["retrieval", "prefix", "greedy"])
+        assert [(run["capacity_tokens"], run["policy"]) for run in found["runs"]] == list(replayed)
         assert {capacity["name"] for capacity in found["capacities"]} == {"8,000 tokens", "30 %"}
         assert all(run["cached_tokens"] % 32 == 0 for run in found["runs"])
         assert len(as_json(log_file, "--sweep")["capacities"]) > 2
@@ -1080,10 +1033,7 @@ class TestTheCommandRefuses:
                 (("--policy", policy), f"policy '{policy}' cannot be replayed: choose from retrieval, greedy, prefix")
                 for policy in ("oracle", "events", "none", "queue", "fastest")
             ),
-            *(
-                (("--capacity-tokens", each), f"'{each}' is no capacity: give tokens")
-                for each in ("lots", "0", "-5", "0%", "1e3")
-            ),
+            *((("--capacity-tokens", each), f"'{each}' is no capacity") for each in ("lots", "0", "-5", "0%", "1e3")),
             (("--block-size", "0"), "--block-size"),
             (("--no-sweep",), "no capacity to replay with: give --capacity-tokens, or leave out --no-sweep"),
             (("--suffix-tokens", "0"), "--suffix-tokens"),
@@ -1128,12 +1078,8 @@ class TestThePlot:
         figure = draw_report(report)
         figure.draw_without_rendering()
         (legend,) = figure.legends
-        for part in (legend, *figure.axes):
-            box = part.get_tightbbox()
-            assert box.x0 >= 0
-            assert box.y0 >= 0
-            assert box.x1 <= 1_200
-            assert box.y1 <= 600
+        for box in (part.get_tightbbox() for part in (legend, *figure.axes)):
+            assert min(box.x0, box.y0) >= 0 and box.x1 <= 1_200 and box.y1 <= 600
 
     def test_is_a_png_also_of_a_single_request(self, tmp_path: Path) -> None:
         from matplotlib.image import imread

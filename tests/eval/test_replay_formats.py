@@ -53,27 +53,21 @@ def observation(output: Any, second: int = 0, **fields: Any) -> JSON:
 def run(outputs: Any, second: int = 0, **fields: Any) -> JSON:
     """A run of LangSmith."""
     row = {"id": f"r{second}", "trace_id": "t", "name": "VectorStoreRetriever", "run_type": "retriever", "error": None}
-    return {
-        **row,
-        "start_time": f"2025-01-31T12:00:{second:02d}.250000",
-        "inputs": {"query": QUERY},
-        "outputs": outputs,
-    } | fields
+    row |= {"start_time": f"2025-01-31T12:00:{second:02d}.250000", "inputs": {"query": QUERY}, "outputs": outputs}
+    return row | fields
 
 
 def attribute(key: str, value: Any) -> JSON:
     return {"key": key, "value": {"intValue": str(value)} if isinstance(value, int) else {"stringValue": value}}
 
 
+def nanoseconds(second: int) -> int:
+    return 1_738_324_800_000_000_000 + second * 1_000_000_000
+
+
 def span(*attributes: JSON, second: int = 0, **fields: Any) -> JSON:
-    start = 1_738_324_800_000_000_000 + second * 1_000_000_000
-    return {
-        "traceId": "00",
-        "spanId": "00",
-        "name": "retrieve",
-        "startTimeUnixNano": str(start),
-        "attributes": [*attributes],
-    } | fields
+    row = {"traceId": "00", "spanId": "00", "name": "retrieve", "startTimeUnixNano": str(nanoseconds(second))}
+    return row | {"attributes": [*attributes]} | fields
 
 
 def openinference(*documents: tuple[str | int | None, str | None], second: int = 0) -> JSON:
@@ -92,8 +86,7 @@ def mlflow(*spans: JSON) -> JSON:
 
 def mlflow_span(type: str, outputs: Any, second: int = 0, **fields: Any) -> JSON:
     attributes = {"mlflow.spanType": json.dumps(type), "mlflow.spanOutputs": json.dumps(outputs)}
-    start = 1_738_324_800_000_000_000 + second * 1_000_000_000
-    return {"span_id": "AA==", "start_time_unix_nano": start, "attributes": attributes} | fields
+    return {"span_id": "AA==", "start_time_unix_nano": nanoseconds(second), "attributes": attributes} | fields
 
 
 def found(id: str, text: str, kind: str = "query") -> JSON:
@@ -123,14 +116,15 @@ def result(file: str | None, text: str | None) -> JSON:
 # Two requests for the same two documents, the second for them in the other order and a third, three seconds later; and
 # something that is no retrieval.
 A, B, C = ("a", "x" * 40), ("b", "y" * 80), ("c", "z" * 120)
+BOTH = [langchain(*A), langchain(*B)]
 EXPORTS: dict[str, list[JSON]] = {
     "langfuse": [
-        observation([langchain(*A), langchain(*B)]),
+        observation(BOTH),
         observation(QUERY, 1, type="GENERATION"),
         observation(json.dumps([langchain(*B), langchain(*A), langchain(*C)]), 3),
     ],
     "langsmith": [
-        run({"documents": [langchain(*A), langchain(*B)]}),
+        run({"documents": BOTH}),
         run({"generations": QUERY}, 1, run_type="llm"),
         run({"output": [langchain(*B), langchain(*A), langchain(*C)]}, 3),
     ],
@@ -139,15 +133,11 @@ EXPORTS: dict[str, list[JSON]] = {
         traces(openinference(B, A, C, second=3)),
     ],
     "mlflow": [
-        mlflow(mlflow_span("RETRIEVER", [langchain(*A), langchain(*B)]), mlflow_span("CHAIN", QUERY)),
+        mlflow(mlflow_span("RETRIEVER", BOTH), mlflow_span("CHAIN", QUERY)),
         mlflow(mlflow_span("CHAT_MODEL", [{"role": "assistant", "content": QUERY}], 1)),
         mlflow(mlflow_span("RETRIEVER", [langchain(*B), langchain(*A), langchain(*C)], 3)),
     ],
-    "litellm": [
-        spend(result(*A), result(*B)),
-        spend(second=1),
-        spend(result(*B), result(*A), result(*C), second=3),
-    ],
+    "litellm": [spend(result(*A), result(*B)), spend(second=1), spend(result(*B), result(*A), result(*C), second=3)],
 }
 
 
@@ -192,10 +182,8 @@ class TestDocuments:
         assert lengths(read("langfuse", observation(nodes))) == [[10]]
 
     def test_of_genai_are_structures_or_json_text(self) -> None:
-        key, documents = (
-            "gen_ai.retrieval.documents",
-            [{"id": "doc_123", "score": 0.95}, {"id": "doc_456", "score": 0.87}],
-        )
+        key = "gen_ai.retrieval.documents"
+        documents = [{"id": "doc_123", "score": 0.95}, {"id": "doc_456", "score": 0.87}]
         pairs = [[{"key": "id", "value": {"stringValue": each["id"]}}] for each in documents]
         structured = {"arrayValue": {"values": [{"kvlistValue": {"values": each}} for each in pairs]}}
         text = span(attribute(key, json.dumps(documents)))
@@ -218,11 +206,10 @@ class TestDocuments:
         assert log.at_s.tolist() == [0.0, 2.5]
 
 
-OUTPUT = json.dumps({"documents": [langchain(*A), langchain(*B)], "count": 2})
+OUTPUT = json.dumps({"documents": BOTH, "count": 2})
 NODES = json.dumps([json.dumps({"node": {"id_": id, "text": text}, "score": 0.5}) for id, text in (A, B)])
-PARTS = json.dumps(
-    {"documents": [{"lc": 1, "id": ["Document"], "kwargs": {"page_content": text}} for _, text in (A, B)]}
-)
+KWARGS = [{"lc": 1, "id": ["Document"], "kwargs": {"page_content": text}} for _, text in (A, B)]
+PARTS = json.dumps({"documents": KWARGS})
 
 
 class TestSpansOfOtherConventions:
@@ -270,7 +257,7 @@ class TestSpansOfOtherConventions:
 
 
 class TestRetrievalsInsideOneAnother:
-    """A reranking retriever, the retriever that it asks, and its database are a step each of one retrieval."""
+    """A reranking retriever, the retriever that it asks, and its database are steps of one retrieval."""
 
     def test_are_one_request_with_the_documents_of_the_outermost(self) -> None:
         def name(id: str, parent: str = "") -> JSON:
@@ -287,20 +274,12 @@ class TestRetrievalsInsideOneAnother:
     @pytest.mark.parametrize(
         ("format", "child", "parent"),
         [
-            (
-                "langfuse",
-                observation([langchain(*A), langchain(*B)], parent_observation_id="o1"),
-                observation([langchain(*B)], 1),
-            ),
-            (
-                "langfuse",
-                observation([langchain(*A), langchain(*B)], parentObservationId="o1"),
-                observation([langchain(*B)], 1),
-            ),
-            ("langsmith", run([langchain(*A), langchain(*B)], parent_run_id="r1"), run([langchain(*B)], 1)),
+            ("langfuse", observation(BOTH, parent_observation_id="o1"), observation([langchain(*B)], 1)),
+            ("langfuse", observation(BOTH, parentObservationId="o1"), observation([langchain(*B)], 1)),
+            ("langsmith", run(BOTH, parent_run_id="r1"), run([langchain(*B)], 1)),
             (
                 "mlflow",
-                mlflow(mlflow_span("RETRIEVER", [langchain(*A), langchain(*B)], parent_span_id="p")),
+                mlflow(mlflow_span("RETRIEVER", BOTH, parent_span_id="p")),
                 mlflow(mlflow_span("RETRIEVER", [langchain(*B)], 1, span_id="p")),
             ),
         ],
@@ -317,7 +296,7 @@ class TestRetrievalsInsideOneAnother:
 class TestOlderAndOtherExportsOfLangfuse:
     def test_spans_that_are_named_after_a_retriever_are_retrievals(self) -> None:
         spans = [
-            observation({"documents": [langchain(*A), langchain(*B)]}, type="SPAN", name="VectorStoreRetriever"),
+            observation({"documents": BOTH}, type="SPAN", name="VectorStoreRetriever"),
             observation([langchain(*C)], 1, type="SPAN", name="format_docs"),
             observation(QUERY, 2, type="SPAN", name="retrieval_chain"),
         ]
@@ -331,7 +310,7 @@ class TestOlderAndOtherExportsOfLangfuse:
             {"id": "o1", "type": "GENERATION", "startTime": "2025-01-31T12:00:01.000Z"},
             {"id": "o2", "type": "RETRIEVER", "startTime": "2025-01-31T12:00:03.000Z"},
         ]
-        outputs = [[langchain(*A), langchain(*B)], QUERY, [langchain(*B)]]
+        outputs = [BOTH, QUERY, [langchain(*B)]]
         text = io.StringIO(newline="")
         table = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator=end)
         table.writerow([*rows[0], "output", "input", "completionStartTime"])
@@ -341,7 +320,7 @@ class TestOlderAndOtherExportsOfLangfuse:
         log = read_log(io.BytesIO(text.getvalue().encode()), format="langfuse", lengths=LENGTHS)
         assert log.at_s.tolist() == [0.0, 3.0] and lengths(log) == [[10, 20], [20]]
 
-    def test_so_are_a_databases_own(self) -> None:
+    def test_tables_of_a_database_are_read_too(self) -> None:
         row = spend(result(*A), result(*B))
         text = io.StringIO(newline="")
         table = csv.DictWriter(text, row)
@@ -353,10 +332,7 @@ class TestOlderAndOtherExportsOfLangfuse:
     @pytest.mark.parametrize(
         ("data", "said"),
         [
-            (
-                '"type","startTime"\n"RETRIEVER","2025-01-31T12:00:00Z"\n"RETRIEVER","soon"\n',
-                ':3: "startTime" is not an',
-            ),
+            ('"type","startTime"\n"RETRIEVER","2025-01-31"\n"RETRIEVER","soon"\n', ':3: "startTime" is not an'),
             ('"type","output"\n"RETRIEVER",""\n', ':2: "start_time" is missing'),
             ('"type","startTime"\n"RETRIEVER","2025\n', ":2: not CSV"),
             ('[{"type": "RETRIEVER"}]\n', ":1: a JSON array: write one object a line (jq -c '.[]' does)"),
@@ -414,11 +390,7 @@ class TestBadLines:
             ("otel", traces(span(attribute("gen_ai.retrieval.documents", QUERY))), "is text that is not JSON"),
             ("litellm", spend(result(None, None)), "neither an id nor a text"),
             ("litellm", spend(metadata=QUERY), '"metadata" is text that is not JSON'),
-            (
-                "litellm",
-                spend(metadata={"vector_store_request_metadata": QUERY}),
-                '"vector_store_request_metadata" must be',
-            ),
+            ("litellm", spend(metadata={"vector_store_request_metadata": QUERY}), 'store_request_metadata" must be'),
             ("litellm", spend(completion_tokens=-1), '"completion_tokens" must be at least 0'),
             ("mooncake", {"timestamp": 0, "input_length": 2000, "output_length": 1, "hash_ids": [1]}, "too few blocks"),
             ("mooncake", {"timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": []}, "at least 1"),

@@ -9,7 +9,8 @@ import shlex
 import shutil
 import sys
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from hashlib import sha256
 from importlib.resources import files as files_of
 from itertools import product
@@ -32,14 +33,7 @@ from click.testing import CliRunner
 from ragorder.cli import main
 from ragorder.eval.cli.report import eval_report as report_command
 from ragorder.eval.engines.capacity import Capacity
-from ragorder.eval.report import (
-    Report,
-    ResultsError,
-    make_report,
-    read_results,
-    render_html,
-    render_markdown,
-)
+from ragorder.eval.report import Report, ResultsError, make_report, read_results, render_html, render_markdown
 from ragorder.eval.report.page import csv_text, json_text
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.running.bench import run_traces
@@ -62,29 +56,13 @@ source = "RAGCache++ Table 1"
 says = "What each strategy finds in the cache, on the paper's trace and on its shuffled clone."
 policies = ["none", "retrieval", "sorted", "greedy", "free"]
 baseline = "retrieval"
-[cell]
-top_k = 5
-capacity_tokens = 100000
-[sweep]
-workload = ["paper", "paper-shuf"]
-[report]
-chart = "strategies"
-[[paper]]
-policy = "retrieval"
-label = "APC+Retrieval"
-hardware = "RTX 4090"
-unit = "ms"
-p50 = 59.6
-p95 = 117.4
-workload = "paper"
-[[paper]]
-policy = "greedy"
-label = "APC+Optimized"
-hardware = "RTX 4090"
-unit = "ms"
-p50 = 40.1
-p95 = 117.4
-workload = "paper"
+cell = { top_k = 5, capacity_tokens = 100000 }
+sweep = { workload = ["paper", "paper-shuf"] }
+report = { chart = "strategies" }
+paper = [
+  { policy = "retrieval", label = "APC", hardware = "4090", workload = "paper", unit = "ms", p50 = 59.6, p95 = 117.4 },
+  { policy = "greedy", label = "APC+", hardware = "4090", workload = "paper", unit = "ms", p50 = 40.1, p95 = 117.4 },
+]
 """,
     "figure-3": """
 title = "Overlap between consecutive queries"
@@ -92,47 +70,28 @@ source = "RAGCache++ Figure 3, Table 12"
 says = "What ordering changes by the share of documents that two queries have in common."
 policies = ["retrieval", "greedy", "free"]
 baseline = "retrieval"
-[sweep]
-workload = ["ov0.0", "ov0.2", "ov0.4", "ov0.6", "ov0.8"]
-[report]
-chart = "sweep"
-x = "workload"
-[[paper]]
-policy = "retrieval"
-label = "retrieval"
-hardware = "RTX 4060 Ti"
-unit = "ms"
-p50 = 111.1
-workload = "ov0.4"
-[[paper]]
-policy = "greedy"
-label = "optimized"
-hardware = "RTX 4060 Ti"
-unit = "ms"
-p50 = 77.8
-workload = "ov0.4"
+sweep = { workload = ["ov0.0", "ov0.2", "ov0.4", "ov0.6", "ov0.8"] }
+report = { chart = "sweep", x = "workload" }
+paper = [
+  { policy = "retrieval", label = "retrieval", hardware = "RTX 4060 Ti", workload = "ov0.4", unit = "ms", p50 = 111.1 },
+  { policy = "greedy", label = "optimized", hardware = "RTX 4060 Ti", workload = "ov0.4", unit = "ms", p50 = 77.8 },
+]
 """,
     "pressure": """
 title = "Cache pressure"
 source = "ragorder"
 says = "How much is left of it in a small cache."
 policies = ["retrieval", "free"]
-[sweep]
-workload = ["mix8", "geo"]
-capacity_tokens = ["5%", "25%", "100%"]
-[report]
-chart = "sweep"
-x = "capacity_tokens"
+sweep = { workload = ["mix8", "geo"], capacity_tokens = ["5%", "25%", "100%"] }
+report = { chart = "sweep", x = "capacity_tokens" }
 """,
     "guards": """
 title = "What the guards cost"
 source = "ragorder"
 says = "Guards keep documents near where retrieval put them; this is what that costs."
 policies = ["retrieval", "free"]
-[sweep]
-workload = ["paper-shuf"]
-[report]
-chart = "position"
+sweep = { workload = ["paper-shuf"] }
+report = { chart = "position" }
 """,
     "table-2": """
 title = "Answers on HotpotQA"
@@ -140,23 +99,16 @@ source = "RAGCache++ Table 2"
 says = "Whether another order changes answers."
 kind = "quality"
 policies = ["retrieval", "free"]
-[sweep]
-dataset = ["hotpotqa"]
-[report]
-chart = "quality"
-[[paper]]
-policy = "retrieval"
-label = "APC+Retrieval"
-em = 0.0
-f1 = 0.047
+sweep = { dataset = ["hotpotqa"] }
+report = { chart = "quality" }
+paper = [{ policy = "retrieval", label = "APC+Retrieval", em = 0.0, f1 = 0.047 }]
 """,
     "table-5": """
 title = "Pipelining, projected"
 source = "RAGCache++ Table 5"
 says = ""
 needs = "pipelining, which does not exist yet"
-[report]
-chart = "sweep"
+report = { chart = "sweep" }
 """,
 }
 
@@ -166,20 +118,14 @@ def suites() -> dict[str, Suite]:
 
 
 def simulated(
-    suite: str,
-    cell: Mapping[str, Any],
-    policies: Sequence[str],
-    *,
-    workload: str,
-    timed: bool = False,
-    capacity: str = "100000",
+    suite: str, policies: Sequence[str], *, timed: bool = False, capacity: str = "100000", **cell: Any
 ) -> Iterator[dict[str, Any]]:
     """Lines of runs on the simulator; `timed` as on an engine that takes 0.2 ms for an uncached token."""
     sizes: dict[str, Any] = {"capacity": Capacity.parse(capacity), "top_k": 5, "limit": 45}
-    bench = Bench(workloads=[workload], policies=policies, seeds=(0, 1, 2), timelines=True, **sizes)
+    bench = Bench(workloads=[cell["workload"]], policies=policies, seeds=(0, 1, 2), timelines=True, **sizes)
     for runs in run_traces(bench):
         for run in runs:
-            key = {"session": "s1", "suite": suite, "cell": dict(cell), "seed": run.seed, "policy": run.policy_name}
+            key = {"session": "s1", "suite": suite, "cell": cell, "seed": run.seed, "policy": run.policy_name}
             line = {"type": "run", **key, **run.fields(None, 5)}
             if timed:
                 noise = np.random.default_rng(run.seed).gamma(4, 1, 45).tolist()
@@ -196,68 +142,37 @@ SESSION = {
     "session": "s1",
     "started": "2026-11-21T17:00:00+00:00",
     "arguments": {"suites": ["paper"], "output": "results/paper", "seeds": [0, 1, 2]},
-    "environment": {
-        "processor": "EPYC",
-        "cores": 2,
-        "python": "3.11.9",
-        "load_average": [1.0, 0.9, 0.8],
-        "packages": {},
-    },
+    "environment": {"processor": "EPYC", "cores": 2, "python": "3.11.9", "load_average": [1, 0.9, 0.8], "packages": {}},
 }
-MISSING = {
-    "type": "unavailable",
-    "session": "s1",
-    "suite": "table-1",
-    "cell": {"workload": "paper"},
-    "policy": "contextpilot",
-    "reason": "could not be installed <no network>",
-}
-DRY = {
-    "type": "quality",
-    "session": "s1",
-    "suite": "table-2",
-    "cell": {"dataset": "hotpotqa"},
-    "seed": 0,
-    "policy": "free",
-    "rows": {"id": ["a"], "em": [1], "f1": [1.0], "cached_tokens": [0]},
-    "dry_run": True,
-}
+MISSING = {"type": "unavailable", "session": "s1", "suite": "table-1", "cell": {"workload": "paper"}}
+MISSING |= {"policy": "contextpilot", "reason": "could not be installed <no network>"}
+DRY = {"type": "quality", "session": "s1", "suite": "table-2", "cell": {"dataset": "hotpotqa"}, "seed": 0}
+DRY |= {"policy": "free", "rows": {"id": ["a"], "em": [1], "f1": [1.0], "cached_tokens": [0]}, "dry_run": True}
 CHECK = {"type": "check", "session": "s1", "name": "sim-vs-vllm", "requests": 500, "identical_share": 0.998}
 
 
 def measured() -> Iterator[dict[str, Any]]:
-    """What a reduced run of a few suites leaves behind."""
+    """The lines of a reduced run of a few suites."""
     yield SESSION
-    policies = SUITES_POLICIES["table-1"]
     for workload in ("paper", "paper-shuf"):
-        cell = {"workload": workload, "top_k": 5, "capacity_tokens": 100_000}
-        yield from simulated("table-1", cell, policies, workload=workload, timed=True)
+        policies, cell = ("none", "retrieval", "sorted", "greedy", "free"), {"top_k": 5, "capacity_tokens": 100_000}
+        yield from simulated("table-1", policies, timed=True, workload=workload, **cell)
     for workload in ("ov0.0", "ov0.2", "ov0.4", "ov0.6", "ov0.8"):
-        yield from simulated("figure-3", {"workload": workload}, ("retrieval", "greedy", "free"), workload=workload)
-    for workload in ("mix8", "geo"):
-        for capacity in ("5%", "25%", "100%"):
-            cell = {"workload": workload, "capacity_tokens": capacity}
-            yield from simulated("pressure", cell, ("retrieval", "free"), workload=workload, capacity=capacity)
-    for guards in GUARDS:
-        cell = {"workload": "paper-shuf", "guards": guards}
-        for line in simulated("guards", cell, ("retrieval", "free"), workload="paper-shuf"):
-            share = GUARDS[guards] if line["policy"] == "free" else 0.0
-            line["rows"]["cached_tokens"] = [
-                int(share and c * (0.5 + share)) or c for c in line["rows"]["cached_tokens"]
-            ]
-            line["rows"] |= {"moved_share": [share] * 45, "displacement": [2 * share] * 45}
+        yield from simulated("figure-3", ("retrieval", "greedy", "free"), workload=workload)
+    for workload, size in product(("mix8", "geo"), ("5%", "25%", "100%")):
+        sizes = {"capacity": size, "capacity_tokens": size}
+        yield from simulated("pressure", ("retrieval", "free"), workload=workload, **sizes)
+    for guards, moved in GUARDS.items():
+        for line in simulated("guards", ("retrieval", "free"), workload="paper-shuf", guards=guards):
+            share, rows = moved if line["policy"] == "free" else 0.0, line["rows"]
+            rows["cached_tokens"] = [int(share and c * (0.5 + share)) or c for c in rows["cached_tokens"]]
+            rows |= {"moved_share": [share] * 45, "displacement": [2 * share] * 45}
             yield line
     yield from (MISSING, DRY, CHECK)
 
 
-GUARDS = {
-    "none": 0.6,
-    "keep_first=1": 0.5,
-    "keep_first=2": 0.35,
-    "max_displacement=1": 0.4,
-    "keep_last=1+keep_groups": 0.3,
-}
-SUITES_POLICIES = {"table-1": ("none", "retrieval", "sorted", "greedy", "free")}
+GUARDS = {"none": 0.6, "keep_first=1": 0.5, "keep_first=2": 0.35, "max_displacement=1": 0.4}
+GUARDS |= {"keep_last=1+keep_groups": 0.3}
 
 
 @pytest.fixture(scope="module")
@@ -272,10 +187,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results of two suites, each with a cell and a chart of its own."""
-    policies = ("retrieval", "free")
-    cell = {"workload": "paper", "top_k": 5, "capacity_tokens": 100_000}
-    strategies = simulated("table-1", cell, policies, workload="paper", timed=True)
-    sweep = simulated("figure-3", {"workload": "ov0.4"}, policies, workload="ov0.4")
+    policies, cell = ("retrieval", "free"), {"workload": "paper", "top_k": 5, "capacity_tokens": 100_000}
+    strategies = simulated("table-1", policies, timed=True, **cell)
+    sweep = simulated("figure-3", policies, workload="ov0.4")
     return written(tmp_path_factory.mktemp("small"), SESSION, *strategies, *sweep)
 
 
@@ -307,6 +221,10 @@ def a_run(**changed: Any) -> dict[str, Any]:
     return run | {"engine": {"name": "sim", "block_size": 16}, "failures": 0, "rows": rows} | changed
 
 
+def report_on(folder: Path, *lines: Any, known: dict[str, Suite] | None = None) -> Report:
+    return make_report(read_results(written(folder, *lines)), known or {})
+
+
 class TestReading:
     def test_takes_what_it_can_and_says_what_it_could_not(self, tmp_path: Path) -> None:
         odd = {"type": "weather", "session": "s1"}
@@ -332,7 +250,7 @@ class TestReading:
 
     def test_a_request_that_failed_is_no_zero(self, tmp_path: Path) -> None:
         rows = {"prompt_tokens": [100] * 9 + [None], "cached_tokens": [50] * 9 + [None]}
-        found = make_report(read_results(written(tmp_path, a_run(rows=rows, failures=1))), {})
+        found = report_on(tmp_path, a_run(rows=rows, failures=1))
         assert [row[1].text for row in found.sections[0].tables[0].rows] == ["50.0"]
         assert "failures" in found.sections[0].tables[0].headings
 
@@ -348,10 +266,10 @@ def rows_of(report: Report, suite: str, table: int = 0) -> dict[str, Any]:
 
 class TestTitle:
     def test_is_the_suites(self, tmp_path: Path) -> None:
-        alone = make_report(read_results(written(tmp_path, a_run(suite="skew"))), load_suites())
-        assert alone.title == f"ragorder: {load_suites()['skew'].title}"
-        more = written(tmp_path, *(a_run(suite=suite) for suite in ("guards", "skew", "tails")))
-        assert make_report(read_results(more), load_suites()).title.endswith(", and 2 more")
+        known = load_suites()
+        assert report_on(tmp_path, a_run(suite="skew"), known=known).title == f"ragorder: {known['skew'].title}"
+        more = report_on(tmp_path, *(a_run(suite=suite) for suite in ("guards", "skew", "tails")), known=known)
+        assert more.title.endswith(", and 2 more")
 
     def test_is_the_one_that_was_given(self, small: Path) -> None:
         assert reported(small, "--title", "Two suites", "--markdown", "-").startswith("# Two suites\n")
@@ -362,32 +280,21 @@ class TestHeadline:
 
     def test_of_several_suites(self, report: Report) -> None:
         lead, first = report.headline.lead, report.headline.words[0]
-        changes = [row[3].text for row in report.overview.rows if row[2].text == "cached tokens"]
-        assert lead.figure == f"{least(changes)} to {most(changes)}"
+        changes = values_of([row[3].text for row in report.overview.rows if row[2].text == "cached tokens"])
+        assert lead.figure == f"{changes[0]} to {changes[-1]}"
         assert f"ragorder (free) changes the cached tokens by {lead.figure} points" in first
         assert f"in {len({row[0].text for row in report.overview.rows})} suites" in first
 
     def test_of_one_cell(self, tmp_path: Path) -> None:
-        lines = simulated("figure-3", {"workload": "ov0.4"}, ("retrieval", "free"), workload="ov0.4")
-        found = make_report(read_results(written(tmp_path, SESSION, *lines)), suites()).headline
+        lines = simulated("figure-3", ("retrieval", "free"), workload="ov0.4")
+        found = report_on(tmp_path, SESSION, *lines, known=suites()).headline
         assert f": {found.lead.figure} [" in found.words[0]
 
 
-def least(changes: Sequence[str]) -> str:
-    return min(signs(changes), key=value_of)
-
-
-def most(changes: Sequence[str]) -> str:
-    return max(signs(changes), key=value_of)
-
-
-def signs(changes: Sequence[str]) -> list[str]:
-    """The changes of fields such as "+4.1 to +28.1 points" and "+4.1 [+3.0, +5.3]"."""
-    return [each for change in changes for each in re.findall(r"[+−]?\d+\.\d", change.partition("[")[0])]
-
-
-def value_of(change: str) -> float:
-    return float(change.replace("−", "-"))
+def values_of(changes: Sequence[str]) -> list[str]:
+    """From the least to the most: changes of fields such as "+4.1 to +28.1 points" and "+4.1 [+3.0, +5.3]"."""
+    found = [each for change in changes for each in re.findall(r"[+−]?\d+\.\d", change.partition("[")[0])]
+    return sorted(found, key=lambda change: float(change.replace("−", "-")))
 
 
 class TestTables:
@@ -399,17 +306,16 @@ class TestTables:
 
     def test_say_what_the_runs_say(self, folder: Path, report: Report) -> None:
         runs = [r for r in read_results(folder).runs if r.suite == "table-1" and r.cell["workload"] == "paper-shuf"]
-        shares = {}
-        for policy in ("retrieval", "free"):
-            cached, prompts = (
-                sum(float(run.column(name).sum()) for run in runs if run.policy == policy)
-                for name in ("cached_tokens", "prompt_tokens")
-            )
-            shares[policy] = 100 * cached / prompts
+
+        def share(policy: str) -> float:
+            ran = [run for run in runs if run.policy == policy]
+            cached, prompts = (sum(run.column(f"{name}_tokens").sum() for run in ran) for name in ("cached", "prompt"))
+            return 100 * cached / prompts
+
+        plain, ours = map(share, ("retrieval", "free"))
         row = rows_of(report, "table-1", 1)["ragorder (free)"][1]
-        assert row.text == f"{shares['free']:.1f}"
-        assert row.note.startswith(f"+{shares['free'] - shares['retrieval']:.1f} [+")
-        assert row.verdict == "better"
+        assert (row.text, row.verdict) == (f"{ours:.1f}", "better")
+        assert row.note.startswith(f"+{ours - plain:.1f} [+")
 
     def test_have_one_row_a_cell_where_there_are_many(self, report: Report) -> None:
         assert list(rows_of(report, "figure-3")) == ["ov0.0", "ov0.2", "ov0.4", "ov0.6", "ov0.8"]
@@ -427,23 +333,21 @@ class TestTables:
             a_run(policy=policy, rows={"prompt_tokens": [100] * 99, "cached_tokens": rng.integers(0, 99, 99).tolist()})
             for policy in ("retrieval", "free")
         ]
-        found = make_report(read_results(written(tmp_path, *runs)), {})
-        assert found.sections[0].tables[0].rows[1][1].verdict == "no difference"
+        assert report_on(tmp_path, *runs).sections[0].tables[0].rows[1][1].verdict == "no difference"
 
     @pytest.mark.parametrize("same", [True, False])
     def test_rows_of_different_seeds_name_them(self, tmp_path: Path, same: bool) -> None:
         names = ("mix8", "geo", "zipf10", "paper")
         seeds = {name: (0, 1) if same or name == "geo" else (0,) for name in names}
         runs = [a_run(cell={"workload": name}, seed=seed) for name in names for seed in seeds[name]]
-        (table, *_) = make_report(read_results(written(tmp_path, *runs)), {}).sections[0].tables
+        table = report_on(tmp_path, *runs).sections[0].tables[0]
         notes = [row[0].note for row in table.rows]
         assert notes == ([""] * 4 if same else ["seed 0", "seeds 0, 1", "seed 0", "seed 0"])
         assert ("rows differ in their seeds, which stand in each" in table.note) != same
         assert table.note.endswith("seeds 0, 1") == same
 
     def test_a_run_that_another_suite_shows_again_counts_once(self, tmp_path: Path) -> None:
-        runs = [a_run(), a_run(suite="other", copied_from="own")]
-        found = make_report(read_results(written(tmp_path, *runs)), {})
+        found = report_on(tmp_path, a_run(), a_run(suite="other", copied_from="own"))
         assert found.measured.startswith("1 runs, ")
         assert "(1 results in other suites are copies of these runs" in found.measured
 
@@ -460,7 +364,7 @@ class TestTables:
                 "sorted": rows(100, [50, 50, 100, 100], [2, 2, 0, 0]),
             }.items()
         ]
-        found = make_report(read_results(written(tmp_path, *runs)), load_suites())
+        found = report_on(tmp_path, *runs, known=load_suites())
         (table,) = (each for each in found.sections[0].tables if "Fast%" in each.title)
         hits = {row[0].text: [entry.text.replace("\u00a0", " ") for entry in row[1:]] for row in table.rows}
         assert hits["retrieval order"] == ["75.0 %", "3.00", "0.0", "75.0"]
@@ -482,40 +386,35 @@ class TestTheFinding:
     def test_says_when_only_one_was_measured(self, tmp_path: Path) -> None:
         cell = {"workload": "paper"}
         runs = [a_run(suite="table-1", policy=policy, cell=cell) for policy in ("retrieval", "free")]
-        found = make_report(read_results(written(tmp_path, *runs)), load_suites())
+        found = report_on(tmp_path, *runs, known=load_suites())
         assert "only paper was measured" in found.finding[0]
         assert found.side_by_side is None
 
 
 class TestWhatWasNotMeasured:
-    def test_is_said(self, report: Report) -> None:
+    def test_is_listed_with_its_reason(self, report: Report) -> None:
         said = " ".join(report.not_measured)
         for words in ("random weights", "Times on a GPU", "dry run", "needs pipelining"):
             assert words in said
 
-    def test_what_nobody_asked_for_is_not_said_to_be_missing(self, tmp_path: Path) -> None:
-        found = make_report(read_results(written(tmp_path, SESSION, a_run())), load_suites())
+    def test_does_not_list_what_nobody_asked_for(self, tmp_path: Path) -> None:
+        found = report_on(tmp_path, SESSION, a_run(), known=load_suites())
         assert [words.partition(":")[0] for words in found.not_measured] == ["Times"]
 
 
 def answered(policy: str, shift: float = 0.0, **changed: Any) -> dict[str, Any]:
     """Sixty questions that a capable model answered in an order, a little better by `shift`."""
     scores = [number / 100 + shift for number in range(60)]
-    rows = {
-        "id": [f"q{number}" for number in range(60)],
-        "em": [int(score >= 0.55) for score in scores],
-        "f1": scores,
-        "contains": [int(score >= 0.55) for score in scores],
-        "displacement": [0.0 if policy == "retrieval" else 1.0] * 60,
-        "gold_places": [[0, 2]] * 60,
-    }
+    rows: dict[str, Any] = {"id": [f"q{number}" for number in range(60)], "f1": scores, "gold_places": [[0, 2]] * 60}
+    rows |= {name: [int(score >= 0.55) for score in scores] for name in ("em", "contains")}
+    rows["displacement"] = [0.0 if policy == "retrieval" else 1.0] * 60
     model = {"name": "big-7B", "parameters": 7_000_000_000, "random_weights": False}
     return DRY | {"dry_run": False, "policy": policy, "model": model, "rows": rows} | changed
 
 
 class TestQuality:
     def found(self, folder: Path, *lines: dict[str, Any]) -> Report:
-        return make_report(read_results(written(folder, SESSION, *lines)), suites())
+        return report_on(folder, SESSION, *lines, known=suites())
 
     def measured(self, folder: Path, **changed: Any) -> Report:
         lines = [answered("retrieval", **changed), answered("free", 0.1, **changed)]
@@ -581,7 +480,7 @@ class TestQuality:
     def test_the_command_that_asked_about_it_alone_can_be_repeated(self, tmp_path: Path) -> None:
         arguments = {"command": "quality", "dataset": "nq", "question_order": "random", "orders": ["none", "free"]}
         arguments |= {"capacity": "5%", "dry_run": True, "data": None, "output": "elsewhere"}
-        report = make_report(read_results(written(tmp_path, SESSION | {"arguments": arguments}, DRY)), suites())
+        report = report_on(tmp_path, SESSION | {"arguments": arguments}, DRY, known=suites())
         said = f"ragorder eval quality nq -o {tmp_path} --order random --policy none --policy free"
         assert report.commands == [f"{said} --capacity-tokens 5% --dry-run"]
 
@@ -603,21 +502,10 @@ class TestDownloads:
         table = Table("Cached tokens", ["policy", "cached, %", "requests"])
         table.add("retrieval", Entry("31.0", "baseline"), "1,200")
         table.add('auto, or "best"', Entry("−4.5", verdict="worse"), "–")
-        assert list(csv.DictReader(csv_text(table).splitlines())) == [
-            {
-                "policy": "retrieval",
-                "cached, %": "31.0",
-                "cached, % (note)": "baseline",
-                "cached, % (verdict)": "",
-                "requests": "1200",
-            },
-            {
-                "policy": 'auto, or "best"',
-                "cached, %": "-4.5",
-                "cached, % (note)": "",
-                "cached, % (verdict)": "worse",
-                "requests": "",
-            },
+        assert list(csv.reader(csv_text(table).splitlines())) == [
+            ["policy", "cached, %", "cached, % (note)", "cached, % (verdict)", "requests"],
+            ["retrieval", "31.0", "baseline", "", "1200"],
+            ['auto, or "best"', "-4.5", "", "worse", ""],
         ]
         assert [row["cached, %"] for row in json.loads(json_text(table))] == [31.0, -4.5]
 
@@ -676,10 +564,8 @@ class TestWhatIsCommitted:
     @pytest.mark.parametrize("folder", grid(COMMITTED, 6), ids=lambda folder: folder.name)
     def test_the_command_that_repeats_it_is_one(self, folder: Path, tmp_path: Path) -> None:
         for line in re.findall(r"^ragorder (eval .*)$", (folder / "report.md").read_text("utf-8"), re.MULTILINE):
-            words = [word for word in shlex.split(line) if not word.startswith("../")]
-            words = [word for word in words if word != "--corpora"]
-            done = CliRunner().invoke(main, [*words, "--dry-run", "-o", str(tmp_path)])
-            assert done.exit_code == 0, done.output
+            words = [word for word in shlex.split(line) if not word.startswith("../") and word != "--corpora"]
+            invoked(*words, "--dry-run", "-o", tmp_path)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: install the package chromium")
@@ -789,18 +675,21 @@ class TestTheCommand:
         assert "pip install '.[eval]'" in done.output
 
 
-def reported(*arguments: Any) -> str:
-    done = CliRunner().invoke(main, ["report", *map(str, arguments)], env={"COLUMNS": "120"})
+def invoked(*arguments: Any) -> str:
+    """What a command prints."""
+    done = CliRunner().invoke(main, [*map(str, arguments)], env={"COLUMNS": "120"})
     assert done.exit_code == 0, done.output
     return done.stdout
+
+
+reported = partial(invoked, "report")
 
 
 @pytest.fixture(scope="module")
 def benched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bench")
     arguments = ["--workload", "mix8", "--limit", "40", "--capacity-tokens", "50k", "--seeds", "0,1,2"]
-    done = CliRunner().invoke(main, ["bench", *arguments, "-o", str(folder)])
-    assert done.exit_code == 0, done.output
+    invoked("bench", *arguments, "-o", folder)
     return folder
 
 
@@ -810,8 +699,7 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = [["a", "b", "c"], ["c", "a", "d"], ["b", "a", "c"]] * 20
     lines = [{"time": at, "documents": ids, "tokens": [300] * 3} for at, ids in enumerate(pairs)]
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = CliRunner().invoke(main, ["replay", str(folder / "log.jsonl"), "-o", str(folder)])
-    assert done.exit_code == 0, done.output
+    invoked("replay", folder / "log.jsonl", "-o", folder)
     return folder
 
 
@@ -822,10 +710,8 @@ class TestReportOnAnyResult:
         found = re.search(numbers, headline)
         assert found, headline
         ours, plain, gain = map(float, found.groups())
-        runs = runs_of((benched / "results.jsonl").read_text("utf-8"))
-        cached, prompts = (
-            sum(run[name] for run in runs if run["policy"] == "earned") for name in ("cached_tokens", "prompt_tokens")
-        )
+        runs = [run for run in runs_of((benched / "results.jsonl").read_text("utf-8")) if run["policy"] == "earned"]
+        cached, prompts = (sum(run[name] for run in runs) for name in ("cached_tokens", "prompt_tokens"))
         assert ours == pytest.approx(100 * cached / prompts, abs=0.06)
         assert gain == pytest.approx(ours - plain, abs=0.11)
 

@@ -60,8 +60,7 @@ class TestEveryRetriever:
         assert len(rankings) == len(queries)
         assert any(rankings)
         for ranking in rankings:
-            assert len(ranking) <= 7
-            assert len(set(ranking)) == len(ranking)
+            assert len(set(ranking)) == len(ranking) <= 7
             assert all(type(position) is int and 0 <= position < len(documents) for position in ranking)
 
     def test_a_smaller_top_k_is_a_prefix(self, retriever: Retriever) -> None:
@@ -149,7 +148,7 @@ class TestMakeRetriever:
             (("bm25", "some/model"), "has no model, got 'some/model'"),
         ],
     )
-    def test_what_is_none_is_refused(self, arguments: tuple[str, ...], said: str) -> None:
+    def test_an_unknown_retriever_or_model_is_refused(self, arguments: tuple[str, ...], said: str) -> None:
         with pytest.raises(ValueError, match=said):
             make_retriever(*arguments)
 

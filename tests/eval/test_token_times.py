@@ -86,11 +86,6 @@ def test_of_queues_are_in_a_table_of_their_own(times_ms: list[float | None] | No
     records = [
         Reordering.record.model_validate({**line, "rows": rows, "policy": policy}) for policy in ("fcfs", "reordered")
     ]
-    tables = make_part(load_suites()["reordering"], Results(Path(), records=records)).tables
-    (row,) = tables[1].rows
-    assert [entry.text for entry in row[1:]] == ["5.0, 5.0, 5.0"] * 2
-    if times_ms is None:
-        assert len(tables) == 2
-    else:
-        (row,) = tables[2].rows
-        assert [entry.text for entry in row[1:]] == ["20.0, 29.8", "20.0, 29.8"]
+    _, *tables = make_part(load_suites()["reordering"], Results(Path(), records=records)).tables
+    shown = [[entry.text for entry in row[1:]] for table in tables for row in table.rows]
+    assert shown == [["5.0, 5.0, 5.0"] * 2, *([] if times_ms is None else [["20.0, 29.8"] * 2])]

@@ -161,33 +161,32 @@ async def text_of(engine: VirtualEngine[Request], request: Request, at_s: float 
     return text, usage, now()
 
 
+def served(*requests: tuple[Request, float]) -> list[tuple[str, Any, float]]:
+    """What becomes of requests that come at these times."""
+
+    async def main() -> Any:
+        engine = VirtualEngine(COSTS, words)
+        return await asyncio.gather(*(text_of(engine, *each) for each in requests))
+
+    found: list[tuple[str, Any, float]] = run_virtual(main())
+    return found
+
+
 class TestTheEngine:
     def test_takes_the_time_of_its_steps(self) -> None:
-        async def main() -> Any:
-            return await text_of(VirtualEngine(COSTS, words), Request(range(40), 5))
-
-        text, usage, end_s = run_virtual(main())
+        ((text, usage, end_s),) = served((Request(range(40), 5), 0))
         assert text.split() == words(Request((), 5))
         assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (40, 0, 5)
         assert end_s == pytest.approx(0.01 + 40 * 0.001 + 4 * 0.01)
 
     def test_reuses_a_prefix_in_whole_blocks(self) -> None:
-        async def main() -> Any:
-            engine = VirtualEngine(COSTS, words)
-            await text_of(engine, Request(range(40), 1))
-            return await text_of(engine, Request([*range(36), 99, 98], 1))
-
-        _, usage, _ = run_virtual(main())
+        _, (_, usage, _) = served((Request(range(40), 1), 0), (Request([*range(36), 99, 98], 1), 1))
         assert usage.cached_tokens == 32
 
     def test_batches_what_decodes_and_lets_requests_join_between_steps(self) -> None:
-        async def main() -> Any:
-            engine = VirtualEngine(COSTS, words)
-            late = text_of(engine, Request(range(100, 110), 2), at_s=0.055)
-            return await asyncio.gather(text_of(engine, Request(range(40), 10)), late)
-
-        (_, _, first_s), (_, _, late_s) = run_virtual(main())
-        # One step for the prompt and nine for the answer, of which the second prompt makes one 10 ms longer.
+        late = Request(range(100, 110), 2)
+        (_, _, first_s), (_, _, late_s) = served((Request(range(40), 10), 0), (late, 0.055))
+        # One step for the prompt and nine for the answer; the second prompt makes one of these 10 ms longer.
         assert first_s == pytest.approx(0.05 + 9 * 0.01 + 0.01)
         assert late_s == pytest.approx(0.06 + 0.02 + 0.01)
 
@@ -198,15 +197,9 @@ class TestTheEngine:
 
         assert run_virtual(main()) == [(1, 1), (15, 15), (16, 16), (8, 8)]
 
-    def test_holds_a_request_back_that_has_no_room(self) -> None:
-        async def main() -> Any:
-            engine = VirtualEngine(COSTS, words)
-            first, second = Request(range(400), 10), Request(range(1000, 1400), 10)
-            return await asyncio.gather(text_of(engine, first), text_of(engine, second))
-
-        (_, _, first_s), (_, _, second_s) = run_virtual(main())
-        assert first_s == pytest.approx(0.5)
-        assert second_s == pytest.approx(1.0)
+    def test_lets_a_request_without_room_wait(self) -> None:
+        found = served((Request(range(400), 10), 0), (Request(range(1000, 1400), 10), 0))
+        assert [end_s for _, _, end_s in found] == pytest.approx([0.5, 1.0])
 
     def test_keeps_of_an_aborted_prompt_what_was_computed(self) -> None:
         """Two steps of 64 tokens are over when it is aborted, in the third."""
@@ -339,8 +332,7 @@ class TestSearchesInPieces:
             return [now() async for _ in handle.stages_async()]
 
         times_s = run_virtual(main())
-        assert times_s[0] > 0
-        assert len(set(times_s)) == len(times_s)
+        assert times_s[0] > 0 and len(set(times_s)) == len(times_s)
 
     def test_end_when_cancelled(self, index: Any, queries: Any) -> None:
         async def main() -> tuple[int, float]:
@@ -352,8 +344,7 @@ class TestSearchesInPieces:
             return search.in_flight, search.busy_s
 
         in_flight, busy_s = run_virtual(main())
-        assert in_flight == 0
-        assert busy_s < core_s(index, queries[0]) / 8
+        assert in_flight == 0 and busy_s < core_s(index, queries[0]) / 8
 
 
 class TestWholeSearches:
