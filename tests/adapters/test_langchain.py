@@ -66,6 +66,7 @@ except ImportError:  # So does LangGraph.
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [Document(f"Secret number {name} is kept in drawer {name}.", id=name) for name in "abcdefgh"]
 BY_ID = {document.id: document for document in DOCUMENTS}
+Show = Callable[[list[Document]], str]
 FIFTY = [f"{''.join(order)}: #{number}" for number, order in enumerate(islice(permutations("abcde"), 50))]
 NO_NUMBERS = RequestOutcome(True)
 DISCARDED = RequestOutcome(False)
@@ -165,7 +166,7 @@ def retrieve(question: str) -> list[Document]:
     return [BY_ID[name] for name in question.partition(":")[0]]
 
 
-def rag(orderer: Any, model: Runnable[Any, Any], show: Callable[[list[Document]], str] = plain) -> Runnable[str, Any]:
+def rag(orderer: Any, model: Runnable[Any, Any], show: Show = plain) -> Runnable[str, Any]:
     """The chain of the tutorials."""
     retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
     inputs = {"context": retriever | show, "question": RunnablePassthrough()}
@@ -522,9 +523,7 @@ class TestReportedTokens:
         assert dict(by_ranking(orderer)) == {question[:5]: usage(number) for number, question in enumerate(FIFTY)}
 
     @pytest.mark.parametrize("show", [plain, shouted])
-    def test_are_missing_where_the_engine_reports_none(
-        self, orderer: Watched, show: Callable[[list[Document]], str]
-    ) -> None:
+    def test_are_missing_where_the_engine_reports_none(self, orderer: Watched, show: Show) -> None:
         rag(orderer, Model(reports=False), show).invoke("ab: #7", orderer.config)
         assert orderer.outcomes == [NO_NUMBERS]
 
@@ -605,9 +604,7 @@ class TestWhichCallAnOrderingBelongsTo:
         assert orderer.outcomes == [usage(7)]
 
     @pytest.mark.parametrize("show", [plain, shouted])
-    def test_not_those_that_grade_single_documents(
-        self, orderer: Watched, show: Callable[[list[Document]], str], retriever: Any
-    ) -> None:
+    def test_not_those_that_grade_single_documents(self, orderer: Watched, show: Show, retriever: Any) -> None:
         grader = Model()
 
         def grade(documents: list[Document], config: RunnableConfig) -> list[Document]:
@@ -805,23 +802,18 @@ PLAIN = ("invoke", "ainvoke")
 STREAMED = ("stream", "astream")
 
 
-async def raised(chain: Any, ways: Sequence[str], asked: Any, config: Any) -> list[type[Exception] | None]:
+async def raised(chain: Any, ways: Sequence[str], asked: Any, config: Any) -> list[type[Exception]]:
     """What each of these methods of a chain raises."""
-
-    async def call(way: str) -> None:
-        result = getattr(chain, way)(asked, config)
-        if way == "ainvoke":
-            await result
-        elif way == "stream":
-            list(result)
-        elif way == "astream":
-            [piece async for piece in result]
-
-    errors: list[type[Exception] | None] = []
+    errors: list[type[Exception]] = []
     for way in ways:
         try:
-            await call(way)
-            errors.append(None)
+            result = getattr(chain, way)(asked, config)
+            if way == "ainvoke":
+                await result
+            elif way == "stream":
+                list(result)
+            elif way == "astream":
+                [piece async for piece in result]
         except Exception as error:
             errors.append(type(error))
     return errors
@@ -846,15 +838,13 @@ class TestErrors:
         assert orderer.outcomes == [DISCARDED] * 3
 
     @pytest.mark.parametrize("show", [plain, shouted])
-    def test_after_the_model_change_nothing(self, orderer: Watched, show: Callable[[list[Document]], str]) -> None:
+    def test_after_the_model_change_nothing(self, orderer: Watched, show: Show) -> None:
         with pytest.raises(BoomError):
             (rag(orderer, Model(), show) | fails).invoke("ab: #7", orderer.config)
         assert orderer.outcomes == [usage(7)]
 
     @pytest.mark.parametrize("show", [plain, shouted])
-    async def test_of_a_model_with_a_fallback_leave_it_to_the_fallback(
-        self, orderer: Watched, show: Callable[[list[Document]], str]
-    ) -> None:
+    async def test_of_a_model_with_a_fallback_leave_it_to_the_fallback(self, orderer: Watched, show: Show) -> None:
         chain = rag(orderer, Model(errors=[BoomError(), BoomError()]).with_fallbacks([Model()]), show)
         chain.invoke("ab: #7", orderer.config)
         await chain.ainvoke("ba: #8", orderer.config)

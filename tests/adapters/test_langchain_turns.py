@@ -19,7 +19,7 @@ from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, System
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_openai import ChatOpenAI
-from support.chat_server import BLOCK, ChatServer
+from support.chat_server import BLOCK, ChatServer, chat_server
 from support.conversation_contract import SYSTEM, TURNS, ConversationContract, FrameworkChat, text_of
 from support.framework_contract import Recorder
 
@@ -135,8 +135,6 @@ class TestGraphs(ConversationContract):
 
 @pytest.fixture
 def server() -> Any:
-    from support.chat_server import chat_server
-
     with chat_server() as server:
         yield server
 
