@@ -290,9 +290,8 @@ class TestInAProgram:
         first, plain, ordered = retrieve("ship"), inner("lamp"), retrieve("lamp")
         assert plain.passages != first.passages == ordered.passages
         assert [corpus[index] for index in ordered.indices] == ordered.passages
-        assert dict(zip(ordered.passages, ordered.scores, strict=True)) == dict(
-            zip(plain.passages, plain.scores, strict=True)
-        )
+        scores = [dict(zip(each.passages, each.scores, strict=True)) for each in (ordered, plain)]
+        assert scores[0] == scores[1]
 
     def test_parallel_runs_get_their_own_passages(self, orderer: Orderer) -> None:
         retrieve = CacheOrderRetriever(words, orderer)
@@ -313,10 +312,8 @@ class TestCopiesAndFiles:
 
     def test_a_copy_of_a_retriever_that_cannot_be_copied_shares_that_as_well(self, orderer: Orderer) -> None:
         class Locked:
-            lock = threading.Lock()
-
             def __init__(self) -> None:
-                self.own = self.lock
+                self.lock = threading.Lock()
 
             def __call__(self, query: str) -> list[str]:
                 return query.split()
@@ -330,9 +327,8 @@ class TestCopiesAndFiles:
             def __init__(self) -> None:
                 self.rewrite = dspy.Predict("question -> query")
 
-        assert [name for name, _ in CacheOrderRetriever(Rewriting(), orderer).named_predictors()] == [
-            "retriever.rewrite"
-        ]
+        predictors = CacheOrderRetriever(Rewriting(), orderer).named_predictors()
+        assert [name for name, _ in predictors] == ["retriever.rewrite"]
 
     def test_the_state_of_a_program_is_saved_and_loaded(self, orderer: Orderer, tmp_path: Path) -> None:
         program = RAG(CacheOrderRetriever(words, orderer))

@@ -1,4 +1,4 @@
-"""The embedded engine as a server: OpenAI's API on a real engine with a small model, alone and behind the proxy."""
+"""The embedded engine as a server: OpenAI's API on a real engine with a small model, alone and after the proxy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -41,6 +41,7 @@ openai = pytest.importorskip("openai")
 
 import httpx
 import httpx2
+import psutil
 
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.embedded import (
@@ -174,6 +175,17 @@ async def streamed(client: Client, path: str, body: dict[str, Any]) -> list[Any]
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
+async def fails_in_a_stream(client: Client, body: dict[str, Any], fail: Callable[[], Any] = lambda: None) -> Any:
+    """The error at the end of a stream, which fails after its first piece."""
+    async with client.stream("POST", COMPLETIONS, json={**body, "stream": True, "ignore_eos": True}) as response:
+        assert response.status_code == 200
+        lines = response.aiter_lines()
+        assert json.loads((await anext(lines)).removeprefix("data: "))["choices"]
+        fail()
+        *_, last = [line async for line in lines if line]
+    return json.loads(last.removeprefix("data: "))["error"]
+
+
 async def refusal(client: Client, path: str, body: Any, status: int = 400) -> dict[str, Any]:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     response = await client.post(path, content=content)
@@ -186,6 +198,17 @@ async def refusal(client: Client, path: str, body: Any, status: int = 400) -> di
 def facts(*ends: int, **others: Any) -> dict[str, Any]:
     """What says where documents end."""
     return {"kv_transfer_params": {"ragorder": {"documents": list(ends), **others}}}
+
+
+def prompt_of(worker: EngineWorker, names: str, question: str = "Which?") -> tuple[list[int], list[int]]:
+    """Tokens, and where the beginning and each document end."""
+    encode = worker.engine.tokenizer.encode
+    tokens = encode("Answer from the documents, please. ")
+    ends = [len(tokens)]
+    for name in names:
+        tokens += encode(TEXTS[name])
+        ends.append(len(tokens))
+    return tokens + encode(question), ends
 
 
 def expected(worker: EngineWorker, prompt: str, tokens: int = 8, **options: Any) -> str:
@@ -229,8 +252,7 @@ class TestCompletions:
         assert answer["usage"]["completion_tokens"] == 24
 
     async def test_have_16_tokens_unless_more_are_asked_for(self, client: Client) -> None:
-        answer = await complete(client, max_tokens=None, ignore_eos=True)
-        assert answer["usage"]["completion_tokens"] == 16
+        assert (await complete(client, max_tokens=None, ignore_eos=True))["usage"]["completion_tokens"] == 16
 
     @pytest.mark.parametrize("fields", [{}, {"logprobs": 1, "stream_options": {"include_usage": True}}])
     async def test_stream_the_same(self, client: Client, fields: dict[str, Any]) -> None:
@@ -271,12 +293,11 @@ class TestCompletions:
     async def test_tell_logprobs(self, client: Client) -> None:
         choice = (await complete(client, logprobs=2, ignore_eos=True))["choices"][0]
         logprobs = choice["logprobs"]
-        assert "".join(logprobs["tokens"]) == choice["text"]
+        tokens, tops = logprobs["tokens"], logprobs["top_logprobs"]
+        assert "".join(tokens) == choice["text"]
         assert logprobs["text_offset"][0] == 0
-        assert [len(top) for top in logprobs["top_logprobs"]] == [2] * 8
-        for token, logprob, top in zip(
-            logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
-        ):
+        assert [len(top) for top in tops] == [2] * 8
+        for token, logprob, top in zip(tokens, logprobs["token_logprobs"], tops, strict=True):
             assert logprob <= 0
             assert max(top, key=top.__getitem__) == token, "greedy takes the likeliest"
             assert top[token] == pytest.approx(logprob, abs=1e-5)
@@ -295,44 +316,33 @@ class TestChats:
     async def test_take_texts_in_parts(self, client: Client) -> None:
         parts = [{"type": "text", "text": "Which"}, {"type": "text", "text": "document?"}]
         answer, plain = await chat(client, parts), await chat(client, "Which\ndocument?")
-        assert answer["choices"] == plain["choices"]
-        assert answer["usage"] == plain["usage"]
+        assert (answer["choices"], answer["usage"]) == (plain["choices"], plain["usage"])
 
     async def test_stream_the_same(self, client: Client) -> None:
         whole = await chat(client)
         body = {"messages": [SYSTEM, {"role": "user", "content": "Which document?"}]}
-        events = await streamed(client, CHAT, body | {"stream_options": {"include_usage": True}})
-        *pieces, last = events
+        *pieces, last = await streamed(client, CHAT, body | {"stream_options": {"include_usage": True}})
         deltas = [piece["choices"][0]["delta"] for piece in pieces]
         assert deltas[0] == {"role": "assistant", "content": ""}
-        text = "".join(delta.get("content", "") for delta in deltas)
-        assert text == whole["choices"][0]["message"]["content"]
+        assert "".join(delta.get("content", "") for delta in deltas) == whole["choices"][0]["message"]["content"]
         assert pieces[-1]["choices"][0]["finish_reason"] == "length"
         assert last["usage"] == whole["usage"]
 
-    @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-    async def test_have_as_many_tokens_as_asked_for(self, name: str, client: Client) -> None:
-        limits = {"max_tokens": None, name: 3}
-        answer = await chat(client, **limits, ignore_eos=True)
-        assert answer["usage"]["completion_tokens"] == 3
-
-    async def test_have_the_whole_context_by_default(self, load: Load) -> None:
+    async def test_have_as_many_tokens_as_asked_for_or_the_whole_context(self, load: Load) -> None:
         async with reaching(make_engine_app(load(max_model_len=64))) as client:
-            usage = (await chat(client, max_tokens=None, ignore_eos=True))["usage"]
-        assert usage["total_tokens"] == 64
+            for limits, end in (({"max_tokens": 3}, 3), ({"max_completion_tokens": 3}, 3), ({}, None)):
+                usage = (await chat(client, **{"max_tokens": None, **limits}, ignore_eos=True))["usage"]
+                assert usage["completion_tokens"] == (end or 64 - usage["prompt_tokens"])
 
     async def test_tell_logprobs(self, client: Client) -> None:
-        choice = (await chat(client, logprobs=True, top_logprobs=2))["choices"][0]
-        content = choice["logprobs"]["content"]
-        assert len(content) == 8
-        for each in content:
-            assert bytes(each["bytes"]).decode() == each["token"]
-            assert len(each["top_logprobs"]) == 2
-            assert each["top_logprobs"][0]["token"] == each["token"]
-        assert all(
-            each["top_logprobs"] == []
-            for each in (await chat(client, logprobs=True))["choices"][0]["logprobs"]["content"]
-        )
+        for options, number in (({"top_logprobs": 2}, 2), ({}, 0)):
+            content = (await chat(client, logprobs=True, **options))["choices"][0]["logprobs"]["content"]
+            assert len(content) == 8
+            for each in content:
+                likeliest = [other["token"] for other in each["top_logprobs"]]
+                assert bytes(each["bytes"]).decode() == each["token"]
+                assert len(likeliest) == number
+                assert likeliest[:1] == [each["token"]][:number]
 
     async def test_special_tokens_are_what_the_tokenizer_makes_of_them(
         self, client: Client, worker: EngineWorker
@@ -348,66 +358,49 @@ class TestChats:
         async with reaching(make_engine_app(worker)) as client:
             plain = await chat(client)
             more = await chat(client, chat_template_kwargs={"thinking": True})
-            error = await refusal(
-                client, CHAT, {"messages": [SYSTEM], "chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}}
-            )
+            own = {"messages": [SYSTEM], "chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}}
+            error = await refusal(client, CHAT, own)
         assert more["usage"]["prompt_tokens"] > plain["usage"]["prompt_tokens"]
         assert error["param"] == "chat_template_kwargs.chat_template"
 
     async def test_show_the_calls_and_the_reasoning_of_earlier_turns(self, load: Load) -> None:
-        """As templates expect them: reasoning under either name, arguments as an object."""
+        """As templates expect them: reasoning under either name, arguments as an object. So the proxy counts them."""
         worker = load()
-        worker.engine.tokenizer.chat_template = (
+        tokenizer = worker.engine.tokenizer
+        tokenizer.chat_template = (
             "{% for m in messages %}{{ m.role }} {{ m.reasoning_content }} {{ m.content }}"
             "{% for c in m.tool_calls %} {{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
             " {{ m.tool_call_id }}\n{% endfor %}"
         )
         call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": [1, "x"]}'}}
         broken = {"id": "c2", "type": "function", "function": {"name": "look", "arguments": "{at"}}
+        found = "".join(f"<doc>{TEXTS[name]}</doc>" for name in "ab")
         turn = [
             {"role": "user", "content": "Which?"},
             {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call, broken]},
             {"role": "tool", "tool_call_id": "c1", "content": "a"},
             {"role": "assistant", "reasoning": "so", "content": "a", "tool_calls": None, "refusal": None},
-            {"role": "user", "content": "And then?"},
+            {"role": "user", "content": f"{found} And then?"},
         ]
         lines = [
             "user  Which? ",
             'assistant hm  look {"at": [1, "x"]} look "{at" ',
             "tool  a c1",
             "assistant so a ",
-            "user  And then? ",
+            f"user  {found} And then? ",
             "",
         ]
+        bodies = Bodies("<doc>{text}</doc>", tokenizer=deepcopy(tokenizer))
+        without_nulls = [{"content": "", **{name: each[name] for name in each if each[name]}} for each in turn]
+        parsed = bodies.parse("chat", json.dumps({"messages": without_nulls}).encode())
         async with reaching(make_engine_app(worker)) as client:
             answer = (await client.post("/tokenize", json={"messages": turn})).json()
-            assert worker.engine.tokenizer.decode(answer["tokens"]) == "\n".join(lines)
+            assert tokenizer.decode(answer["tokens"]) == "\n".join(lines)
             body = {"messages": turn, "max_tokens": 2, "ignore_eos": True}
             usage = (await client.post(CHAT, json=body)).json()["usage"]
         assert usage == {**usage, "prompt_tokens": answer["count"], "completion_tokens": 2}
-
-    async def test_of_agents_are_counted_by_the_proxy_as_the_server_renders_them(self, load: Load) -> None:
-        worker = load()
-        tokenizer = worker.engine.tokenizer
-        tokenizer.chat_template = (
-            "{% for m in messages %}{{ m.role }} {{ m.reasoning_content }}"
-            "{% for c in m.tool_calls %} {{ c.function.arguments | tojson }}{% endfor %} {{ m.content }}\n{% endfor %}"
-        )
-        call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": [1, "x"]}'}}
-        found = "".join(f"<doc>{TEXTS[name]}</doc>" for name in "ab")
-        body = {
-            "messages": [
-                {"role": "assistant", "content": "", "reasoning": "hm", "tool_calls": [call]},
-                {"role": "tool", "tool_call_id": "c1", "content": "x"},
-                {"role": "user", "content": f"{found} Which?"},
-            ]
-        }
-        bodies = Bodies("<doc>{text}</doc>", tokenizer=deepcopy(tokenizer))
-        parsed = bodies.parse("chat", json.dumps(body).encode())
         assert parsed is not None
-        async with reaching(make_engine_app(worker)) as client:
-            tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
-        assert tokenizer.decode(tokens[: parsed.prefix_tokens]) == ('assistant hm {"at": [1, "x"]} \ntool  x\nuser  ')
+        assert tokenizer.decode(answer["tokens"][: parsed.prefix_tokens]) == "\n".join([*lines[:-2], "user  "])
 
     async def test_what_the_template_refuses_is_refused(self, load: Load) -> None:
         worker = load()
@@ -423,38 +416,28 @@ class TestChats:
 class TestDocuments:
     """Requests that say where their documents end find them again, to the token."""
 
-    def prompt(self, worker: EngineWorker, names: str, question: str = "Which?") -> tuple[list[int], list[int]]:
-        """Tokens, and where the front and each document end."""
-        encode = worker.engine.tokenizer.encode
-        tokens = encode("Answer from the documents, please. ")
-        ends = [len(tokens)]
-        for name in names:
-            tokens += encode(TEXTS[name])
-            ends.append(len(tokens))
-        return tokens + encode(question), ends
-
-    async def cached(
-        self, client: Client, tokens: list[int], *ends: int, prefix: int | None = None, **fields: Any
-    ) -> int:
-        said = facts(*ends) if prefix is None else facts(*ends, prefix=prefix)
+    async def cached(self, client: Client, tokens: list[int], said: dict[str, Any], **fields: Any) -> int:
         usage = (await complete(client, tokens, max_tokens=1, **said, **fields))["usage"]
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     async def test_are_cached_from_the_second_request_on(self, client: Client, worker: EngineWorker) -> None:
-        tokens, ends = self.prompt(worker, "abc")
-        assert await self.cached(client, tokens, *ends) == 0
-        other, _ = self.prompt(worker, "abc", "And which not?")
-        assert await self.cached(client, other, *ends) == ends[-1]
-        fewer, ends_of_fewer = self.prompt(worker, "abd")
-        assert await self.cached(client, fewer, *ends_of_fewer) == ends[2]
+        tokens, ends = prompt_of(worker, "abc")
+        assert await self.cached(client, tokens, facts(*ends)) == 0
+        other, _ = prompt_of(worker, "abc", "And which not?")
+        assert await self.cached(client, other, facts(*ends)) == ends[-1]
+        fewer, ends_of_fewer = prompt_of(worker, "abd")
+        for length in (ends[2], ends_of_fewer[-1]):
+            # An end beyond the prompt is ignored.
+            assert await self.cached(client, fewer, facts(*ends_of_fewer, 10**9)) == length
 
-    async def test_what_is_in_front_of_them_is_shared_by_all(self, client: Client, worker: EngineWorker) -> None:
-        tokens, ends = self.prompt(worker, "ab")
-        other, ends_of_other = self.prompt(worker, "ba")
-        await self.cached(client, tokens, *ends[1:], prefix=ends[0])
-        assert await self.cached(client, other, *ends_of_other[1:], prefix=ends[0]) == ends[0]
+    async def test_what_precedes_them_is_shared_by_all(self, client: Client, worker: EngineWorker) -> None:
+        for names, found in (("ab", False), ("ba", True)):
+            tokens, (prefix, *ends) = prompt_of(worker, names)
+            assert await self.cached(client, tokens, facts(*ends, prefix=prefix)) == prefix * found
 
-    async def test_a_chats_own_front_is_found(self, client: Client, worker: EngineWorker) -> None:
+    async def test_what_precedes_them_in_a_chat_is_found_by_the_engine(
+        self, client: Client, worker: EngineWorker
+    ) -> None:
         tokenizer = worker.engine.tokenizer
         front = tokenizer.apply_chat_template([SYSTEM, {"role": "user", "content": "@"}], tokenize=False)
         front_tokens = len(tokenizer.encode(front.partition("@")[0], add_special_tokens=False))
@@ -464,15 +447,15 @@ class TestDocuments:
             assert usage["prompt_tokens_details"]["cached_tokens"] == number * front_tokens
 
     @pytest.mark.parametrize("prompts", ["token_ids", "messages"])
-    async def test_a_warm_up_leaves_what_is_in_front_of_them(self, worker: EngineWorker, prompts: Any) -> None:
-        before = worker.stats().finished.get("length", 0) + worker.stats().finished.get("stop", 0)
+    async def test_a_warm_up_leaves_what_precedes_them(self, worker: EngineWorker, prompts: Any) -> None:
+        def ended() -> int:
+            finished = worker.stats().finished
+            return finished.get("length", 0) + finished.get("stop", 0)
+
+        before = ended()
 
         async def search(question: Question) -> list[Document]:
-            def ended() -> bool:
-                finished = worker.stats().finished
-                return finished.get("length", 0) + finished.get("stop", 0) > before
-
-            assert await asyncio.to_thread(eventually, ended, 60)
+            assert await asyncio.to_thread(eventually, lambda: ended() > before, 60)
             return [Document("a", TEXTS["a"])]
 
         async with pipelined(worker, search, prompts, block_size=1) as client:
@@ -507,20 +490,20 @@ class TestDocuments:
         assert "--system" in finding["advice"]
 
     async def test_of_tenants_are_apart(self, client: Client, worker: EngineWorker) -> None:
-        tokens, ends = self.prompt(worker, "abc")
+        tokens, ends = prompt_of(worker, "abc")
         salts: list[str | None] = [None, "red", "blue", "red", None]
-        found = [await self.cached(client, tokens, *ends, cache_salt=salt) for salt in salts]
+        found = [await self.cached(client, tokens, facts(*ends), cache_salt=salt) for salt in salts]
         assert found == [0, 0, 0, ends[-1], ends[-1]]
 
     async def test_are_found_on_the_disk_by_the_next_engine(self, load: Load, tmp_path: Path) -> None:
         small = {"device_tokens": 256, "host_bytes": 256 << 10, "disk_path": tmp_path / "kv"}
         worker = load(**small)
-        tokens, ends = self.prompt(worker, "ab")
+        tokens, ends = prompt_of(worker, "ab")
         async with reaching(make_engine_app(worker)) as client:
             text = (await complete(client, tokens, **facts(*ends[1:])))["choices"]
             for names in ("cd", "ef", "gh", "de", "fg"):
-                other, ends_of_other = self.prompt(worker, names)
-                await self.cached(client, other, *ends_of_other[1:])
+                other, ends_of_other = prompt_of(worker, names)
+                await self.cached(client, other, facts(*ends_of_other[1:]))
             assert worker.stats().cache.disk.nodes > 0
         worker.close()
         worker = load(**small)
@@ -534,16 +517,9 @@ class TestDocuments:
         [7, "text", {"ragorder": 7}, {"ragorder": {"documents": "abc"}}, {"ragorder": {"documents": [5, 3]}}],
         ids=ascii,
     )
-    async def test_malformed_facts_are_counted_and_refuse_no_request(
-        self, said: Any, client: httpx2.AsyncClient
-    ) -> None:
+    async def test_malformed_facts_refuse_no_request(self, said: Any, client: Client) -> None:
         plain = await complete(client)
         assert (await complete(client, kv_transfer_params=said))["choices"] == plain["choices"]
-
-    async def test_ends_beyond_the_prompt_are_ignored(self, client: Client, worker: EngineWorker) -> None:
-        tokens, ends = self.prompt(worker, "ab")
-        await self.cached(client, tokens, *ends, 10**9)
-        assert await self.cached(client, tokens, *ends, 10**9) == ends[-1]
 
 
 UNSUPPORTED = [
@@ -591,25 +567,20 @@ NEUTRAL = {
 
 
 class TestFusion:
-    """`--reuse fused`: documents' KV is taken over wherever it was computed, and said so."""
+    """`--reuse fused`: documents' KV is reused wherever it was computed, and counted."""
 
     @pytest.fixture(scope="class")
     def fusing(self, load: Load) -> EngineWorker:
         return load(reuse="fused", recompute=0.25)
 
     async def ask(self, worker: EngineWorker, names: str, exact: Any = None, **fields: Any) -> Any:
-        encode = worker.engine.tokenizer.encode
-        tokens = encode("Answer from the documents, please. ")
-        prefix, ends = len(tokens), []
-        for name in names:
-            tokens += encode(TEXTS[name])
-            ends.append(len(tokens))
+        tokens, (prefix, *ends) = prompt_of(worker, names)
         own = facts(*ends, prefix=prefix) if exact is None else facts(*ends, prefix=prefix, exact=exact)
         async with reaching(make_engine_app(worker)) as client:
-            answer = await complete(client, tokens + encode("Which?"), **own, **fields)
+            answer = await complete(client, tokens, **own, **fields)
         return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]
 
-    async def test_usage_tells_what_was_taken_over_and_what_computed_anew(self, fusing: EngineWorker) -> None:
+    async def test_usage_counts_reused_and_recomputed_tokens(self, fusing: EngineWorker) -> None:
         fusing.engine.clear_cache()
         assert (await self.ask(fusing, "a"))[1] == {"cached_tokens": 0}
         _, first = await self.ask(fusing, "b")
@@ -621,15 +592,14 @@ class TestFusion:
             "fused_tokens": length,
             "recomputed_tokens": round(0.25 * length),
         }
-        _, details = await self.ask(fusing, "ba", recompute=0.5)
-        assert details["recomputed_tokens"] == round(0.5 * length)
-        for chosen, recomputed in (
+        for chosen, share in (
+            ({"recompute": 0.5}, 0.5),
             ({"recompute": 0}, 0),
-            ({"select_rounds": 2}, length / 4),
-            ({"recompute": 1}, length),
+            ({"select_rounds": 2}, 0.25),
+            ({"recompute": 1}, 1),
         ):
             _, details = await self.ask(fusing, "ba", **chosen)
-            assert details.get("recomputed_tokens", 0) == round(recomputed)
+            assert details.get("recomputed_tokens", 0) == round(share * length)
 
     async def test_leading_documents_are_exact_if_the_facts_say_so(self, fusing: EngineWorker) -> None:
         fusing.engine.clear_cache()
@@ -665,7 +635,7 @@ class TestFusion:
         assert sum(map(float, sources.values())) == stats.prompt_tokens
 
     @pytest.mark.parametrize("prompts", ["token_ids", "messages"])
-    async def test_a_warm_up_brings_the_question_ahead(self, fusing: EngineWorker, prompts: Any) -> None:
+    async def test_a_warm_up_computes_the_question_early(self, fusing: EngineWorker, prompts: Any) -> None:
         fusing.engine.clear_cache()
         before = fusing.stats()
         names = iter(["a", "b", "ab"])
@@ -687,44 +657,48 @@ class TestFusion:
             text = (await client.get("/metrics")).text
         assert f'ragorder_engine_questions_total{{event="used"}} {stats.questions_used:.1f}' in text
 
-    @pytest.mark.parametrize(
-        ("fields", "param"),
-        [
-            ({"recompute": 1.5}, "recompute"),
-            ({"recompute": -0.1}, "recompute"),
-            ({"recompute": "much"}, "recompute"),
-            ({"reuse": "both"}, "reuse"),
-            ({"reuse": "exact", "recompute": 0.1}, "recompute"),
-            ({"reuse": "exact", "select": "head"}, "select"),
-            ({"select": "qurey"}, "select"),
-            ({"select": "x" * 65}, "select"),
-            ({"select_rounds": 0}, "select_rounds"),
-            ({"select_rounds": 1 << 40}, "select_rounds"),
-        ],
-    )
-    async def test_what_cannot_be_is_named(
-        self, fusing: EngineWorker, client: Client, fields: dict[str, Any], param: str
-    ) -> None:
+    async def test_refused_fields_are_named(self, fusing: EngineWorker, client: Client) -> None:
+        refused: dict[str, list[Any]] = {
+            "recompute": [1.5, -0.1, "much"],
+            "reuse": ["both"],
+            "select": ["qurey", "x" * 65],
+            "select_rounds": [0, 1 << 40],
+        }
+        bodies = [(name, {name: value}) for name, values in refused.items() for value in values]
+        bodies += [(name, {"reuse": "exact", name: value}) for name, value in (("recompute", 0.1), ("select", "head"))]
         async with reaching(make_engine_app(fusing)) as fused:
-            assert (await refusal(fused, COMPLETIONS, {"prompt": "a", **fields}))["param"] == param
+            for name, fields in bodies:
+                assert (await refusal(fused, COMPLETIONS, {"prompt": "a", **fields}))["param"] == name
         await complete(client, reuse="exact")
         for refused in ({"reuse": "fused"}, {"recompute": 0.1}, {"select": "head"}):
             error = await refusal(client, COMPLETIONS, {"prompt": "a", **refused})
             assert "start it with --reuse fused" in error["message"] and error["param"] in refused
 
 
+REFUSED: dict[str, list[Any]] = {
+    "max_tokens": [0, "5"],
+    "temperature": [-1],
+    "top_p": [0, 1.5],
+    "seed": [2**70],
+    "stop": ["", ["x"] * 17],
+    "logprobs": [21],
+    "stream": ["yes"],
+    "stream_options": [{"include_usage": True}],
+    "deadline_s": [0, -1, "soon"],
+    "cache_salt": ["a/b", ""],
+}
+
+
 class TestRefusals:
     @pytest.mark.parametrize(("name", "value"), UNSUPPORTED, ids=lambda value: value if isinstance(value, str) else "")
     @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-    async def test_what_is_not_supported_is_named(
-        self, path: str, name: str, value: Any, client: httpx2.AsyncClient
-    ) -> None:
+    async def test_an_unsupported_field_is_named(self, path: str, name: str, value: Any, client: Client) -> None:
         body = {"prompt": "a"} if path == COMPLETIONS else {"messages": [SYSTEM]}
         error = await refusal(client, path, body | {name: value})
         assert (error["param"], error["code"]) == (name, "unsupported_field")
         assert name in error["message"]
 
-    async def test_what_changes_nothing_is_taken(self, client: Client) -> None:
+    async def test_fields_that_change_nothing_are_accepted(self, client: Client) -> None:
         assert (await complete(client, **NEUTRAL))["choices"] == (await complete(client))["choices"]
         assert (await chat(client, **NEUTRAL))["choices"] == (await chat(client))["choices"]
 
@@ -741,24 +715,9 @@ class TestRefusals:
             (COMPLETIONS, {"prompt": [-1]}, None),
             (COMPLETIONS, {"prompt": [10**6]}, None),
             (COMPLETIONS, {"prompt": [10**40]}, None),
-            (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
-            (COMPLETIONS, {"prompt": "a", "max_tokens": "5"}, "max_tokens"),
-            (COMPLETIONS, {"prompt": "a", "max_tokens": 10**6}, None),
-            (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature"),
-            (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p"),
-            (COMPLETIONS, {"prompt": "a", "top_p": 1.5}, "top_p"),
-            (COMPLETIONS, {"prompt": "a", "seed": 2**70}, "seed"),
-            (COMPLETIONS, {"prompt": "a", "stop": ""}, "stop"),
-            (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 17}, "stop"),
-            (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs"),
-            (COMPLETIONS, {"prompt": "a", "stream": "yes"}, "stream"),
-            (COMPLETIONS, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
-            (COMPLETIONS, {"prompt": "a", "deadline_s": 0}, "deadline_s"),
-            (COMPLETIONS, {"prompt": "a", "deadline_s": -1}, "deadline_s"),
-            (COMPLETIONS, {"prompt": "a", "deadline_s": "soon"}, "deadline_s"),
             (COMPLETIONS, {"prompt": [[1, 2], [10**6]]}, None),
-            (COMPLETIONS, {"prompt": "a", "cache_salt": "a/b"}, "cache_salt"),
-            (COMPLETIONS, {"prompt": "a", "cache_salt": ""}, "cache_salt"),
+            (COMPLETIONS, {"prompt": "a", "max_tokens": 10**6}, None),
+            *((COMPLETIONS, {"prompt": "a", name: value}, name) for name, each in REFUSED.items() for value in each),
             (CHAT, {}, "messages"),
             (CHAT, {"messages": []}, "messages"),
             (CHAT, {"messages": "hello"}, "messages"),
@@ -775,7 +734,7 @@ class TestRefusals:
         ],
         ids=ascii,
     )
-    async def test_what_is_wrong_is_named(
+    async def test_a_wrong_field_is_named(
         self, path: str, body: Any, param: str | None, client: Client, worker: EngineWorker
     ) -> None:
         assert (await refusal(client, path, body))["param"] == param
@@ -786,7 +745,7 @@ class TestRefusals:
         [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"prompt": NaN}', b'{"prompt": "\xff"}'],
         ids=ascii,
     )
-    async def test_what_is_no_json_object_is_refused(self, body: bytes, client: Client) -> None:
+    async def test_only_json_objects_are_read(self, body: bytes, client: Client) -> None:
         assert (await refusal(client, COMPLETIONS, body))["code"] == "invalid_json"
 
     @pytest.mark.parametrize(
@@ -798,7 +757,7 @@ class TestRefusals:
             ("/v1/embeddings", {}, 404, "not_found"),
         ],
     )
-    async def test_what_is_not_here_is_said(
+    async def test_other_refusals_have_a_status_and_a_code(
         self, path: str, body: Any, status: int, code: str, worker: EngineWorker
     ) -> None:
         async with reaching(make_engine_app(worker, body_limit=1000)) as client:
@@ -809,12 +768,11 @@ class TestRefusals:
     @pytest.mark.parametrize("length", [3 * LONGEST, 2_000_000])
     async def test_a_prompt_beyond_the_context_is_refused(self, length: int, client: Client) -> None:
         began = time.process_time()
-        error = await refusal(client, COMPLETIONS, {"prompt": "a " * length})
-        assert (await refusal(client, COMPLETIONS, {"prompt": [5] * length}))["code"] == error["code"]
         messages = [{"role": "user", "content": "a " * length}]
-        assert (await refusal(client, CHAT, {"messages": messages}))["code"] == error["code"]
-        assert str(LONGEST) in error["message"]
-        assert error["code"] == "context_length_exceeded"
+        prompts = [(COMPLETIONS, {"prompt": "a " * length}), (COMPLETIONS, {"prompt": [5] * length})]
+        errors = [await refusal(client, *each) for each in (*prompts, (CHAT, {"messages": messages}))]
+        assert {error["code"] for error in errors} == {"context_length_exceeded"}
+        assert str(LONGEST) in errors[0]["message"]
         assert time.process_time() - began < 20
 
     async def test_a_model_without_a_tokenizer_takes_tokens(self, load: Load, model: Path, tmp_path: Path) -> None:
@@ -836,23 +794,21 @@ class TestBodies:
     """What a body may be, and how much of it becomes objects."""
 
     @pytest.mark.parametrize(
-        ("path", "frame", "param"),
+        ("path", "frame"),
         [
-            (COMPLETIONS, '{"prompt":"a","metadata":{ITEMS}}', None),
-            (COMPLETIONS, '{"prompt":"a",ITEMS}', None),
-            (COMPLETIONS, f'{{"prompt":"{"," * MAX_VALUES}",ITEMS}}', None),
-            (COMPLETIONS, '{"prompt":"a","kv_transfer_params":{ITEMS}}', None),
-            (COMPLETIONS, '{"prompt":[7],"stop":[{ITEMS}]}', None),
-            (CHAT, '{"messages":[{ITEMS}]}', None),
-            (CHAT, '{"messages":[],"chat_template_kwargs":{ITEMS}}', None),
-            ("/tokenize", '{"prompt":"a","x":[{ITEMS}]}', None),
+            (COMPLETIONS, '{"prompt":"a","metadata":{ITEMS}}'),
+            (COMPLETIONS, '{"prompt":"a",ITEMS}'),
+            (COMPLETIONS, f'{{"prompt":"{"," * MAX_VALUES}",ITEMS}}'),
+            (COMPLETIONS, '{"prompt":"a","kv_transfer_params":{ITEMS}}'),
+            (COMPLETIONS, '{"prompt":[7],"stop":[{ITEMS}]}'),
+            (CHAT, '{"messages":[{ITEMS}]}'),
+            (CHAT, '{"messages":[],"chat_template_kwargs":{ITEMS}}'),
+            ("/tokenize", '{"prompt":"a","x":[{ITEMS}]}'),
         ],
     )
-    async def test_more_values_than_are_read_are_refused(
-        self, path: str, frame: str, param: str | None, client: httpx2.AsyncClient
-    ) -> None:
+    async def test_more_values_than_are_read_are_refused(self, path: str, frame: str, client: Client) -> None:
         error = await refusal(client, path, frame.replace("ITEMS", names(MAX_VALUES)).encode())
-        assert (error["code"], error["param"]) == ("too_many_values", param)
+        assert (error["code"], error["param"]) == ("too_many_values", None)
         assert f"{MAX_VALUES:,}" in error["message"]
 
     @pytest.mark.parametrize("field", ["kv_transfer_params", "chat_template_kwargs"])
@@ -867,17 +823,15 @@ class TestBodies:
         messages = [SYSTEM, *({"role": "assistant", "tool_calls": [call]} for _ in range(2))]
         error = await refusal(client, CHAT, {"messages": messages})
         assert (error["code"], error["param"]) == ("too_many_values", "messages[2].tool_calls")
-        deep = {"function": {"name": "look", "arguments": '{"a":' * 10_000}}
-        told = await client.post(
-            CHAT, json={"messages": [{"role": "assistant", "tool_calls": [deep]}], "max_tokens": 1}
-        )
-        assert told.status_code == 200, "what is no JSON stays a text"
+        deep = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": '{"a":' * 10_000}}]}
+        answer = await client.post(CHAT, json={"messages": [deep], "max_tokens": 1})
+        assert answer.status_code == 200, "what is no JSON stays a text"
 
     async def test_token_ids_are_counted_apart(self, client: Client) -> None:
         """As many as several prompts have; each must fit into the context."""
-        for ids, code in (([5] * 1_000_000, "context_length_exceeded"), ([[5]] * 600_000, "context_length_exceeded")):
+        for ids in ([5] * 1_000_000, [[5]] * 600_000):
             error = await refusal(client, COMPLETIONS, {"prompt": ids})
-            assert (error["code"], error["param"]) == (code, "prompt")
+            assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
         many = '{"prompt":[[5]' + ",[5]" * 100_000 + f"],{names(MAX_VALUES + 100)}}}"
         assert (await refusal(client, COMPLETIONS, many.encode()))["code"] == "too_many_values"
 
@@ -914,7 +868,7 @@ class TestOtherRoutes:
         rendered = tokenizer.apply_chat_template([SYSTEM], tokenize=False, add_generation_prompt=True)
         assert tokenizer.decode(answer["tokens"]) == rendered
 
-    async def test_metrics_say_what_was_found_where(self, load: Load) -> None:
+    async def test_metrics_count_what_was_found_in_each_tier(self, load: Load) -> None:
         from prometheus_client.parser import text_string_to_metric_families
 
         worker = load()
@@ -925,29 +879,23 @@ class TestOtherRoutes:
             page = (await client.get("/metrics")).text
         families = list(text_string_to_metric_families(page))
         stats = TierStats.of(families)
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        assert cached == 60
-        assert stats.hits.device == cached
+        assert usage["prompt_tokens_details"]["cached_tokens"] == stats.hits.device == 60
         assert stats.hits.total == worker.stats().prompt_tokens
-        assert [tier.tier for tier in stats.tiers] == ["device", "host"]
-        assert stats.tiers[0].bytes > 0
-        assert stats.tiers[1].capacity_bytes == worker.stats().cache.host.capacity_bytes
+        device, host = stats.tiers
+        assert (device.tier, host.tier) == ("device", "host")
+        assert device.bytes > 0 and host.capacity_bytes == worker.stats().cache.host.capacity_bytes
         assert (stats.with_facts, stats.documents, stats.unreadable_facts, stats.without_facts) == (2, 2, 1, 0)
-        values = {sample.name: sample.value for family in families for sample in family.samples if not sample.labels}
+        samples = [sample for family in families for sample in family.samples]
+        values = {sample.name: sample.value for sample in samples if not sample.labels}
+        generated = worker.stats().generated_tokens
+        gaps = generated - 3
         assert values["ragorder_engine_up"] == 1
         assert values["ragorder_engine_ttft_seconds_count"] == 3
-        assert values["ragorder_engine_generated_tokens_total"] == worker.stats().generated_tokens
-        gaps = worker.stats().generated_tokens - 3
+        assert values["ragorder_engine_generated_tokens_total"] == generated
         assert values["ragorder_engine_time_between_tokens_seconds_count"] == gaps > 0
-        buckets = [
-            sample.value
-            for family in families
-            for sample in family.samples
-            if sample.name == "ragorder_engine_time_between_tokens_seconds_bucket"
-        ]
-        assert buckets == sorted(buckets)
-        assert buckets[-1] == gaps
-        assert all(sample.name.startswith(("ragorder_", "vllm:")) for family in families for sample in family.samples)
+        buckets = [each.value for each in samples if each.name == "ragorder_engine_time_between_tokens_seconds_bucket"]
+        assert buckets == sorted(buckets) and buckets[-1] == gaps
+        assert all(sample.name.startswith(("ragorder_", "vllm:")) for sample in samples)
 
 
 def slowly(worker: EngineWorker, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.05) -> None:
@@ -1019,27 +967,20 @@ class TestWorker:
             await anext(updates)
         assert added == [LONG]
 
-    async def test_more_prompts_in_a_body_than_there_can_ever_be_get_a_400(self, load: Load) -> None:
+    async def test_too_many_prompts_get_a_400_and_too_many_requests_a_503_until_others_end(self, load: Load) -> None:
         worker = load(max_unfinished=3)
         async with reaching(make_engine_app(worker)) as client:
             for prompt in (["a"] * 4, [[1, 2]] * 1024):
-                response = await client.post(COMPLETIONS, json={"prompt": prompt})
-                error = response.json()["error"]
-                assert (response.status_code, error["code"], error["param"]) == (400, "invalid_prompt", "prompt")
-                assert f"{len(prompt):,} prompts" in error["message"]
-                assert "exceed the 3" in error["message"] and "--max-requests" in error["message"]
-            response = await client.post(COMPLETIONS, json={"prompt": ["a"] * 3, "max_tokens": 1})
-            assert response.status_code == 200 and len(response.json()["choices"]) == 3
-
-    async def test_too_many_requests_get_a_503_until_others_have_ended(self, load: Load) -> None:
-        worker = load(max_unfinished=3)
-        async with reaching(make_engine_app(worker)) as client:
+                error = await refusal(client, COMPLETIONS, {"prompt": prompt})
+                assert (error["code"], error["param"]) == ("invalid_prompt", "prompt")
+                assert f"{len(prompt):,} prompts in one request exceed the 3" in error["message"]
+                assert "--max-requests" in error["message"]
             async with worker.submit([LONG, LONG]):
                 response = await client.post(COMPLETIONS, json={"prompt": ["a", "b"]})
                 assert await complete(client)
             assert (response.status_code, response.json()["error"]["code"]) == (503, "too_many_waiting")
             assert response.headers["retry-after"] == "1"
-            assert await complete(client, ["a", "b", "c"])
+            assert len((await complete(client, ["a", "b", "c"]))["choices"]) == 3
 
     async def test_a_request_that_memory_is_too_short_for_now_gets_a_503(
         self, load: Load, monkeypatch: pytest.MonkeyPatch
@@ -1083,13 +1024,10 @@ class TestWorker:
         worker = load()
         slowly(worker, monkeypatch)
         async with reaching(make_engine_app(worker)) as client:
-            body = {"prompt": "a", "max_tokens": 1000, "stream": True, "ignore_eos": True}
-            async with client.stream("POST", COMPLETIONS, json=body) as response:
-                lines = response.aiter_lines()
-                assert json.loads((await anext(lines)).removeprefix("data: "))["choices"]
-                monkeypatch.setattr(worker.engine, "step", lambda: 1 / 0)
-                *_, last = [line async for line in lines if line]
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_stopped"
+            error = await fails_in_a_stream(
+                client, {"prompt": "a", "max_tokens": 1000}, lambda: monkeypatch.setattr(worker.engine, "step", None)
+            )
+        assert error["code"] == "engine_stopped"
 
     async def test_a_failed_step_fails_its_requests_alone(
         self, worker: EngineWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -1097,20 +1035,17 @@ class TestWorker:
         def fail(*_: Any) -> Any:
             raise ValueError(WORD)
 
+        def break_steps() -> None:
+            patch.setattr("ragorder.kernels.models.batch.Forward.__call__", fail)
+
         async with reaching(make_engine_app(worker)) as client:
             with monkeypatch.context() as patch:
-                patch.setattr("ragorder.kernels.models.batch.Forward.__call__", fail)
+                break_steps()
                 error = await refusal(client, COMPLETIONS, {"prompt": "a"}, status=500)
             assert error["code"] == "engine_error"
             assert await complete(client)
-            body = {"prompt": "a", "max_tokens": 1000, "stream": True, "ignore_eos": True}
-            async with client.stream("POST", COMPLETIONS, json=body) as response:
-                lines = response.aiter_lines()
-                await anext(lines)
-                with monkeypatch.context() as patch:
-                    patch.setattr("ragorder.kernels.models.batch.Forward.__call__", fail)
-                    *_, last = [line async for line in lines if line]
-            assert json.loads(last.removeprefix("data: "))["error"] == error
+            with monkeypatch.context() as patch:
+                assert await fails_in_a_stream(client, {"prompt": "a", "max_tokens": 1000}, break_steps) == error
             assert await complete(client)
         assert WORD not in error["message"] + caplog.text
 
@@ -1134,11 +1069,7 @@ class TestWorker:
             error = await refusal(client, COMPLETIONS, body, status=504)
             assert (error["code"], error["param"], error["type"]) == ("deadline_exceeded", "deadline_s", "server_error")
             assert "deadline of 30.5 s has passed" in error["message"]
-            async with client.stream("POST", COMPLETIONS, json=body | {"stream": True}) as response:
-                assert response.status_code == 200
-                first, *_, last = [line async for line in response.aiter_lines() if line]
-            assert json.loads(first.removeprefix("data: "))["choices"]
-            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+            assert (await fails_in_a_stream(client, body))["code"] == error["code"]
             assert 'ragorder_engine_requests_total{end="timeout"} 2.0' in (await client.get("/metrics")).text
             assert not worker.engine.has_unfinished
 
@@ -1284,8 +1215,8 @@ FIELDS = [
 # fmt: on
 
 
-class TestBehindTheProxy:
-    """The same, in front of it the proxy, as `ragorder serve` puts them together."""
+class TestAfterTheProxy:
+    """The same after the proxy, as `ragorder serve` puts them together."""
 
     @pytest.fixture
     def proxied(self, worker: EngineWorker) -> Any:
@@ -1398,6 +1329,12 @@ class Served(ServeProcess):
     def openai(self, **options: Any) -> Any:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60, **options)
 
+    def stream(self, prompt: str = "a", tokens: int = 1900) -> Any:
+        """A completion of so many tokens, streamed by the OpenAI client."""
+        return self.openai().completions.create(
+            model=self.model, prompt=prompt, max_tokens=tokens, stream=True, extra_body={"ignore_eos": True}
+        )
+
     def metric(self, name: str) -> float:
         page = httpx2.get(f"{self.url}/metrics").text
         return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if re.match(rf"{name}[ {{]", line))
@@ -1458,16 +1395,10 @@ class TestServer:
             completion = client.completions.create(model=served.model, prompt="a is", max_tokens=4, temperature=0)
             assert completion.usage.completion_tokens <= 4
             messages = [SYSTEM, {"role": "user", "content": "Which?"}]
-            answer = client.chat.completions.create(model=served.model, messages=messages, max_tokens=8, temperature=0)
-            stream = client.chat.completions.create(
-                model=served.model,
-                messages=messages,
-                max_tokens=8,
-                temperature=0,
-                stream=True,
-                stream_options={"include_usage": True},
-            )
-            *chunks, last = list(stream)
+            asked = {"model": served.model, "messages": messages, "max_tokens": 8, "temperature": 0}
+            answer = client.chat.completions.create(**asked)
+            streamed = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+            *chunks, last = list(streamed)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         assert text == answer.choices[0].message.content
         assert last.usage.total_tokens == answer.usage.total_tokens
@@ -1487,16 +1418,12 @@ class TestServer:
         assert served.metric("vllm:ragorder_requests_with_facts_total") >= 3
 
     def test_a_prompt_before_documents_is_shared(self, served: Served) -> None:
-        """In a completion, whose documents' place the proxy tells; a chat's front the engine finds itself."""
+        """In a completion, whose documents' place the proxy tells; in a chat the engine finds it."""
         found = []
         with served.openai() as client:
             for names in ("ab", "cd", "ef"):
-                usage = client.completions.create(
-                    model=served.model,
-                    prompt="Be brief, please.\n",
-                    max_tokens=1,
-                    extra_body=tagged(names, scope="front"),
-                ).usage
+                asked = {"model": served.model, "prompt": "Be brief, please.\n", "max_tokens": 1}
+                usage = client.completions.create(**asked, extra_body=tagged(names, scope="front")).usage
                 found.append(usage.prompt_tokens_details.cached_tokens)
         assert found[0] == 0 < found[1] == found[2] < 40
 
@@ -1527,13 +1454,9 @@ class TestServer:
 
     def test_a_disconnect_frees_the_engine(self, served: Served) -> None:
         assert served.metric("ragorder_engine_running_requests") == 0
-        with served.openai() as client:
-            stream = client.completions.create(
-                model=served.model, prompt="a", max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
-            )
+        with served.stream() as stream:
             next(iter(stream))
             assert served.metric("ragorder_engine_running_requests") == 1
-            stream.close()
         assert eventually(lambda: served.metric("ragorder_engine_running_requests") == 0, 10)
 
     def test_doctor_and_an_orderer_learn_its_size(self, served: Served) -> None:
@@ -1557,19 +1480,8 @@ class TestServer:
         assert "access-control-allow-origin" not in foreign.headers
 
     def test_it_listens_on_this_machine_alone(self, served: Served) -> None:
-        listening = Path(f"/proc/{served.popen.pid}/net/tcp")
-        if not listening.exists():
-            pytest.skip("no /proc")
-        port = int(served.url.rpartition(":")[2])
-        sockets = Path(f"/proc/{served.popen.pid}/fd")
-        own: set[str] = set()
-        for descriptor in sockets.iterdir():
-            # The server goes on opening and closing files while it is looked at.
-            with suppress(FileNotFoundError):
-                own.add(os.readlink(descriptor))
-        rows = [line.split() for line in listening.read_text().splitlines()[1:]]
-        mine = [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
-        assert mine == [f"0100007F:{port:04X}"]
+        connections = psutil.Process(served.popen.pid).net_connections()
+        assert [each.laddr for each in connections if each.status == "LISTEN"] == [served.address]
 
 
 class TestStreamedWeights:
@@ -1586,11 +1498,9 @@ class TestStreamedWeights:
         streamed = launch(*sizes)
         texts = []
         for each in (served, streamed):
+            asked = {"model": each.model, "prompt": "the quick brown fox " * 9, "max_tokens": 20, "temperature": 0}
             with each.openai() as client:
-                answer = client.completions.create(
-                    model=each.model, prompt="the quick brown fox " * 9, max_tokens=20, temperature=0
-                )
-                texts.append(answer.choices[0].text)
+                texts.append(client.completions.create(**asked).choices[0].text)
         assert texts[0] == texts[1] != ""
         assert streamed.metric("ragorder_engine_streamed_bytes_total") > 0
         assert streamed.metric("ragorder_engine_kv_layers") == streamed.metric("ragorder_engine_layers") == 2
@@ -1601,10 +1511,7 @@ class TestEnd:
     @pytest.mark.slow
     def test_streams_in_flight_may_end(self, launch: Launch) -> None:
         served = launch("--device-tokens", "4096")
-        with served.openai() as client:
-            stream = client.completions.create(
-                model=served.model, prompt="a", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
-            )
+        with served.stream(tokens=200) as stream:
             pieces = iter(stream)
             next(pieces)
             served.popen.send_signal(signal.SIGTERM)
@@ -1622,15 +1529,12 @@ class TestEnd:
             httpx2.post(f"{served.url}{CHAT}", json=each)
         httpx2.post(f"{served.url}/{WORD}", content=WORD)
         assert WORD not in httpx2.get(f"{served.url}/metrics").text
-        with served.openai() as client:
-            stream = client.completions.create(
-                model=served.model, prompt=WORD, max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
-            )
+        with served.stream(WORD, 2000) as stream:
             next(iter(stream))
             began = time.monotonic()
-            said = served.stop()
+            logged = served.stop()
             assert time.monotonic() - began < 30
-        assert WORD not in said
+        assert WORD not in logged
 
     @pytest.mark.slow
     def test_a_kill_leaves_nothing_but_the_disks_folder(self, launch: Launch, tmp_path: Path) -> None:
@@ -1650,9 +1554,9 @@ class Command:
     """What `ragorder engine` was about to do when it was stopped."""
 
     result: Result
-    settings: EngineSettings | None
-    orderer: Any
-    waiting: int | None
+    settings: EngineSettings | None = None
+    orderer: Any = None
+    waiting: int | None = None
 
 
 class TestOptions:
@@ -1692,36 +1596,28 @@ class TestOptions:
         """Runs the command up to the moment from which it would serve."""
         import ragorder.adapters.proxy as proxy
 
-        def serving(*options: str, needed: Sequence[str] | None = None, **environment: str) -> Command:
-            engines: list[TieredEngine] = []
+        def serving(*options: str, model: str | None = str(model), **environment: str) -> Command:
             seen: dict[str, Any] = {}
-            load_engine, make_app, make_worker = TieredEngine.load, proxy.make_app, EngineWorker.__init__
-
-            def load(name: str, settings: EngineSettings) -> TieredEngine:
-                engines.append(load_engine(name, settings))
-                return engines[-1]
+            make_app, make_worker = proxy.make_app, EngineWorker.__init__
 
             def make(orderer: Any, **options: Any) -> Any:
                 seen["orderer"] = orderer
                 return make_app(orderer, **options)
 
             def start(worker: EngineWorker, engine: Any, *, max_unfinished: int) -> None:
-                seen["unfinished"] = max_unfinished
+                seen.update(settings=engine.settings, waiting=max_unfinished - engine.settings.max_requests)
                 make_worker(worker, engine, max_unfinished=max_unfinished)
 
             with monkeypatch.context() as patch:
-                patch.setattr(TieredEngine, "load", load)
                 patch.setattr("ragorder.kernels.profile_cache.cache_folder", lambda: profiles)
                 patch.setattr(EngineWorker, "__init__", start)
                 patch.setattr("ragorder.adapters.proxy.make_app", make)
                 patch.setattr("ragorder.adapters.http_server.server.run_server", lambda *_, **__: None)
-                needed = ["--model", str(model), "--port", "0"] if needed is None else needed
-                result = CliRunner().invoke(main, ["engine", *needed, *options], env=environment)
+                chosen = [] if model is None else ["--model", model]
+                result = CliRunner().invoke(main, ["engine", "--port", "0", *chosen, *options], env=environment)
             assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
             assert "Traceback" not in result.output
-            told = engines[0].settings if engines else None
-            waiting = seen["unfinished"] - told.max_requests if told and "unfinished" in seen else None
-            return Command(result, told, seen.get("orderer"), waiting)
+            return Command(result, **seen)
 
         return serving
 
@@ -1755,50 +1651,32 @@ class TestOptions:
     def test_all_options_reach_the_engine(self, serving: Serving, tmp_path: Path) -> None:
         profile = tmp_path / "profile.json"
         PrefillProfile((0, 100), (100, 200), ((1.0, 2.0), (1.5, 3.0))).to_file(profile)
-        options = {
-            "--device-tokens": "2048",
-            "--host-bytes": "2MiB",
-            "--disk-path": str(tmp_path / "kv"),
-            "--disk-bytes": "64MB",
-            "--policy": "lru",
-            "--profile": str(profile),
-            "--block-size": "32",
-            "--max-model-len": "512",
-            "--max-requests": "4",
-            "--max-batch-tokens": "256",
-            "--schedule": "fcfs",
-            "--deadline": "2m",
-            "--reuse": "fused",
-            "--recompute": "0.2",
-            "--select": "deviation",
-            "--select-rounds": "2",
-            "--dtype": "float32",
-            "--device": "cpu",
-            "--max-waiting": "7",
+        settings: dict[str, tuple[Any, Any]] = {
+            "device_tokens": (2048, 2048),
+            "host_bytes": ("2MiB", 2 << 20),
+            "disk_path": (tmp_path / "kv", tmp_path / "kv"),
+            "disk_bytes": ("64MB", 64_000_000),
+            "policy": ("lru", "lru"),
+            "profile": (profile, profile),
+            "block_size": (32, 32),
+            "max_model_len": (512, 512),
+            "max_requests": (4, 4),
+            "max_batch_tokens": (256, 256),
+            "schedule": ("fcfs", "fcfs"),
+            "deadline_s": ("2m", 120.0),
+            "reuse": ("fused", "fused"),
+            "recompute": (0.2, 0.2),
+            "select": ("deviation", "deviation"),
+            "select_rounds": (2, 2),
+            "dtype": ("float32", "float32"),
+            "device": ("cpu", "cpu"),
         }
-        command = serving(*[part for pair in options.items() for part in pair])
+        names = {name: f"--{name.removesuffix('_s').replace('_', '-')}" for name in settings}
+        given = [part for name, (text, _) in settings.items() for part in (names[name], str(text))]
+        command = serving(*given, "--max-waiting", "7")
         assert command.result.exit_code == 0, command.result.output
-        assert command.settings == EngineSettings(
-            device_tokens=2048,
-            host_bytes=2 << 20,
-            disk_path=tmp_path / "kv",
-            disk_bytes=64_000_000,
-            policy="lru",
-            profile=profile,
-            block_size=32,
-            max_model_len=512,
-            max_requests=4,
-            max_batch_tokens=256,
-            schedule="fcfs",
-            deadline_s=120.0,
-            reuse="fused",
-            recompute=0.2,
-            select="deviation",
-            select_rounds=2,
-            dtype="float32",
-            device="cpu",
-        )
-        assert command.waiting == 7
+        values = {name: value for name, (_, value) in settings.items()}
+        assert (command.settings, command.waiting) == (EngineSettings(**values), 7)
 
     @pytest.mark.parametrize(
         ("options", "environment", "expected"),
@@ -1817,52 +1695,47 @@ class TestOptions:
         ],
     )
     def test_the_orderer_has_the_engines_sizes_and_reuse_unless_the_settings_say_otherwise(
-        self,
-        serving: Serving,
-        options: list[str],
-        environment: dict[str, str],
-        expected: dict[str, Any],
+        self, serving: Serving, options: list[str], environment: dict[str, str], expected: dict[str, Any]
     ) -> None:
         sizes = ["--device-tokens", "2048", "--host-bytes", "2MiB", "--dtype", "float32"]
         settings = serving(*sizes, *options, **environment).orderer.settings
         assert {name: getattr(settings, name) for name in expected} == expected
 
     @pytest.mark.parametrize(
-        ("needed", "options", "said"),
+        ("options", "words"),
         [
-            ([], [], "Missing option '--model'"),
-            (None, ["--upstream", "http://x"], "No such option '--upstream'"),
-            (None, ["--disk-bytes", "1GiB"], "--disk-bytes requires --disk-path"),
-            (None, ["--recompute", "0.1"], "--recompute requires --reuse fused"),
-            (None, ["--reuse", "exact", "--select", "head"], "--select requires --reuse fused"),
-            (None, ["--reuse", "fused", "--recompute", "1.5"], "--recompute"),
-            (None, ["--reuse", "fused", "--select", "qurey"], "Did you mean 'query'?"),
-            (None, ["--host-bytes", "many"], "'many' is not a size"),
-            (None, ["--device-bytes", "-6GiB"], "'-6GiB' is not a size"),
-            (None, ["--device-bytes", "64KiB"], "bytes are missing: the weights outside the layers take"),
-            (None, ["--device-bytes", "64KiB"], "Give --device-bytes"),
-            (None, ["--policy", "fifo"], "'--policy': 'fifo' is not one of 'forecast', 'gdsf', 'lfu', 'lru', 'pgdsf'"),
-            (None, ["--dtype", "int3"], "choose one of float32, bfloat16, float16"),
-            (None, ["--device", "abacus"], "abacus"),
-            (None, ["--device-tokens", "3"], "less than a block"),
-            (None, ["--profile", "nowhere.json"], "'nowhere.json' does not exist"),
-            (None, ["--block-size", "2000"], "--block-size"),
-            (None, ["--max-model-len", "99999"], "is exact only up to 2048 tokens"),
-            (None, ["--document-template", "{id}"], "--document-template must contain {text}"),
-            (None, ["--host", "no.such.host.invalid"], "no.such.host.invalid"),
-            (["--model", "/does/not/exist"], [], "there is no folder /does/not/exist: give the"),
-            (["--model", "some/where/else"], [], "there is no folder some/where/else: give the"),
-            (["--model", "./tiny"], [], "there is no folder ./tiny: give the folder of a model"),
-            (["--model", "a/name"], [], "There is no folder a/name: it is looked for on the"),
+            ("--upstream http://x", "No such option '--upstream'"),
+            ("--disk-bytes 1GiB", "--disk-bytes requires --disk-path"),
+            ("--recompute 0.1", "--recompute requires --reuse fused"),
+            ("--reuse exact --select head", "--select requires --reuse fused"),
+            ("--reuse fused --recompute 1.5", "--recompute"),
+            ("--reuse fused --select qurey", "Did you mean 'query'?"),
+            ("--host-bytes many", "'many' is not a size"),
+            ("--device-bytes -6GiB", "'-6GiB' is not a size"),
+            ("--device-bytes 64KiB", "bytes are missing: the weights outside the layers take"),
+            ("--device-bytes 64KiB", "Give --device-bytes"),
+            ("--policy fifo", "'--policy': 'fifo' is not one of 'forecast', 'gdsf', 'lfu', 'lru', 'pgdsf'"),
+            ("--dtype int3", "choose one of float32, bfloat16, float16"),
+            ("--device abacus", "abacus"),
+            ("--device-tokens 3", "less than a block"),
+            ("--profile nowhere.json", "'nowhere.json' does not exist"),
+            ("--block-size 2000", "--block-size"),
+            ("--max-model-len 99999", "is exact only up to 2048 tokens"),
+            ("--document-template {id}", "--document-template must contain {text}"),
+            ("--host no.such.host.invalid", "no.such.host.invalid"),
+            ("--model /does/not/exist", "there is no folder /does/not/exist: give the"),
+            ("--model some/where/else", "there is no folder some/where/else: give the"),
+            ("--model ./tiny", "there is no folder ./tiny: give the folder of a model"),
+            ("--model a/name", "There is no folder a/name: it is looked for on the"),
         ],
-        ids=lambda value: " ".join(value) if isinstance(value, list) else "",
     )
-    def test_what_is_wrong_is_said(
-        self, needed: list[str] | None, options: list[str], said: str, serving: Serving
-    ) -> None:
-        command = serving(*options, needed=needed)
+    def test_a_wrong_option_is_named(self, options: str, words: str, serving: Serving) -> None:
+        command = serving(*options.split())
         assert command.result.exit_code != 0
-        assert said in re.sub(r"\s+", " ", command.result.stderr)
+        assert words in re.sub(r"\s+", " ", command.result.stderr)
+
+    def test_a_model_is_required(self, serving: Serving) -> None:
+        assert "Missing option '--model'" in serving(model=None).result.stderr
 
     @pytest.mark.parametrize(
         ("options", "kept"), [(["--device-bytes", "64KiB"], "128"), (["--device-tokens", "3"], None)]
@@ -1879,7 +1752,7 @@ class TestOptions:
         assert [os.environ.get(name) for name in names] == [kept, kept]
 
     @pytest.mark.parametrize(
-        ("name", "said", "asked"),
+        ("name", "words", "asked"),
         [
             ("tiny", "--model tiny: there is no folder tiny: give the folder of a model", []),
             (
@@ -1890,11 +1763,11 @@ class TestOptions:
         ],
     )
     def test_a_name_with_an_organisation_is_looked_up_on_the_hub_once(
-        self, serving: Serving, unhelpful_hub: list[str], name: str, said: str, asked: list[str]
+        self, serving: Serving, unhelpful_hub: list[str], name: str, words: str, asked: list[str]
     ) -> None:
-        command = serving(needed=["--model", name, "--port", "0"])
+        command = serving(model=name)
         assert command.result.exit_code == 1
-        assert said in command.result.stderr
+        assert words in command.result.stderr
         assert unhelpful_hub == asked
 
     def test_an_old_name_that_was_downloaded_is_taken(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -1908,27 +1781,29 @@ class TestOptions:
     ) -> None:
         monkeypatch.setattr("ragorder.kernels.random_model.random_model", lambda: model)
         monkeypatch.setattr("ragorder.kernels.random_model.has_fast_bfloat16", lambda: False)
-        command = serving(needed=["--model", "random", "--port", "0"])
+        command = serving(model="random")
         assert command.result.exit_code == 0, command.result.output
         assert command.settings == EngineSettings(dtype="float32", profile="auto")
         assert command.orderer.settings.capacity_tokens > 0
-        command = serving(needed=["--model", "random", "--dtype", "bfloat16", "--port", "0"])
+        command = serving("--dtype", "bfloat16", model="random")
         assert command.settings == EngineSettings(dtype="bfloat16", profile="auto")
 
     def test_a_folder_without_weights(self, serving: Serving, model: Path, tmp_path: Path) -> None:
         for file in model.iterdir():
             if file.suffix != ".safetensors":
                 (tmp_path / file.name).write_bytes(file.read_bytes())
-        command = serving(needed=["--model", str(tmp_path), "--port", "0"])
+        command = serving(model=str(tmp_path))
         assert command.result.exit_code == 1
         assert f"--model {tmp_path}: " in command.result.stderr
         assert "weights" in command.result.stderr
 
-    def test_a_port_that_is_taken_is_said_before_a_model_is_loaded(self, serving: Serving) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            command = serving("--port", str(taken.getsockname()[1]))
+    def test_a_used_port_is_named_before_a_model_is_loaded(
+        self, serving: Serving, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(TieredEngine, "load", lambda *_: pytest.fail("loaded"))
+        with socket.create_server(("127.0.0.1", 0)) as used:
+            command = serving("--port", str(used.getsockname()[1]))
         assert "Address already in use" in command.result.stderr
-        assert command.settings is None
 
     @pytest.mark.slow
     @pytest.mark.parametrize("module", ["torch", "transformers"])

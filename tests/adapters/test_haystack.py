@@ -103,7 +103,7 @@ def test_score_and_embedding_do_not_matter(orderer: Orderer) -> None:
 
 
 class TestTopK:
-    async def test_that_of_the_run_takes_the_place_of_the_rankers_own(self, orderer: Orderer) -> None:
+    async def test_that_of_a_run_replaces_that_of_the_ranker(self, orderer: Orderer) -> None:
         ranker = CacheOrderRanker(orderer, top_k=2)
         assert names(ranker.run(found("a", "b", "c"))["documents"]) == ["a", "b"]
         assert names(ranker.run(found("b", "a", "c"))["documents"]) == ["a", "b"]
@@ -121,52 +121,41 @@ class TestTopK:
             await CacheOrderRanker(orderer).run_async(found("a"), top_k=top_k)
 
 
-class TestScopesShareNothing:
-    async def test_that_of_the_run_takes_the_place_of_the_rankers_own(self, orderer: Orderer) -> None:
-        ranker = CacheOrderRanker(orderer, scope="ours")
-        ranker.run(found("a", "b"))
-        assert names(ranker.run(found("b", "a"), scope="theirs")["documents"]) == ["b", "a"]
-        assert names((await ranker.run_async(found("b", "a"), scope="nobody's"))["documents"]) == ["b", "a"]
-        assert names(ranker.run(found("b", "a"))["documents"]) == ["a", "b"]
-        assert names(CacheOrderRanker(orderer).run(found("b", "a"), scope="ours")["documents"]) == ["a", "b"]
+async def test_the_scope_of_a_run_replaces_that_of_the_ranker_and_scopes_share_nothing(orderer: Orderer) -> None:
+    ranker = CacheOrderRanker(orderer, scope="ours")
+    ranker.run(found("a", "b"))
+    assert names(ranker.run(found("b", "a"), scope="theirs")["documents"]) == ["b", "a"]
+    assert names((await ranker.run_async(found("b", "a"), scope="nobody's"))["documents"]) == ["b", "a"]
+    assert names(ranker.run(found("b", "a"))["documents"]) == ["a", "b"]
+    assert names(CacheOrderRanker(orderer).run(found("b", "a"), scope="ours")["documents"]) == ["a", "b"]
 
 
-class TestTheOrderer:
-    def test_is_given_or_made_of_settings_or_of_the_environment(
-        self, orderer: Orderer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("RAGORDER_BLOCK_SIZE", "32")
-        assert CacheOrderRanker(orderer).orderer is orderer
-        assert CacheOrderRanker(settings={"block_size": 8}).orderer.settings.block_size == 8
-        assert CacheOrderRanker().orderer.settings.block_size == 32
-
-    def test_is_not_given_and_made_of_settings(self, orderer: Orderer) -> None:
-        with pytest.raises(ValueError, match="either an orderer or settings"):
-            CacheOrderRanker(orderer, settings={})
+def test_an_orderer_is_given_or_made_of_settings_or_of_the_environment(
+    orderer: Orderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAGORDER_BLOCK_SIZE", "32")
+    assert CacheOrderRanker(orderer).orderer is orderer
+    assert CacheOrderRanker(settings={"block_size": 8}).orderer.settings.block_size == 8
+    assert CacheOrderRanker().orderer.settings.block_size == 32
+    with pytest.raises(ValueError, match="either an orderer or settings"):
+        CacheOrderRanker(orderer, settings={})
 
 
 class TestSerialisation:
-    def test_what_is_read_again_has_the_same_parameters(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("HAYSTACK_DESERIALIZATION_ALLOWLIST", __name__)
-        orderer = Orderer(block_size=8, capacity_tokens=None, keep_first=1)
-        ranker = CacheOrderRanker(orderer, top_k=3, scope="a tenant", key=by_title, tokens=one_token)
-        again = CacheOrderRanker.from_dict(ranker.to_dict())
-        assert again.to_dict() == ranker.to_dict()
-        assert again.orderer.settings == orderer.settings
-        assert (again.top_k, again.scope) == (3, "a tenant")
-
-    def test_the_environment_of_the_reader_does_not_change_the_settings(
-        self, orderer: Orderer, monkeypatch: pytest.MonkeyPatch
+    def test_what_is_read_again_has_the_same_parameters_in_any_environment(
+        self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        data = CacheOrderRanker(orderer).to_dict()
-        monkeypatch.setenv("RAGORDER_KEEP_FIRST", "2")
-        assert CacheOrderRanker.from_dict(data).orderer.settings == orderer.settings
-
-    def test_what_is_written_are_plain_values_under_the_public_path(self, orderer: Orderer) -> None:
-        data = component_to_dict(CacheOrderRanker(orderer), "ranker")
+        monkeypatch.setenv("HAYSTACK_DESERIALIZATION_ALLOWLIST", __name__)
+        orderer = Orderer(block_size=8, capacity_tokens=None)
+        ranker = CacheOrderRanker(orderer, top_k=3, scope="a tenant", key=by_title, tokens=one_token)
+        data = component_to_dict(ranker, "ranker")
         assert data["type"] == "ragorder.adapters.haystack.CacheOrderRanker"
         assert data["init_parameters"]["settings"] == orderer.settings.model_dump()
-        assert component_from_dict(CacheOrderRanker, data, "ranker").to_dict() == data
+        monkeypatch.setenv("RAGORDER_KEEP_FIRST", "2")
+        again = component_from_dict(CacheOrderRanker, data, "ranker")
+        assert again.to_dict() == data
+        assert again.orderer.settings == orderer.settings
+        assert (again.top_k, again.scope) == (3, "a tenant")
         assert CacheOrderRanker.from_dict({"type": data["type"], "init_parameters": {}}).top_k is None
 
     def test_functions_without_a_name_cannot_be_written(self, orderer: Orderer) -> None:
@@ -192,12 +181,10 @@ class TestInAPipeline:
         pipeline = Pipeline()
         pipeline.add_component("retriever", InMemoryBM25Retriever(store, top_k=4))
         pipeline.add_component("prompts", PromptBuilder(TEMPLATE, required_variables="*"))
-        if ranker is None:
-            pipeline.connect("retriever.documents", "prompts.documents")
-            return pipeline
-        pipeline.add_component("ranker", ranker)
-        pipeline.connect("retriever.documents", "ranker.documents")
-        pipeline.connect("ranker.documents", "prompts.documents")
+        if ranker is not None:
+            pipeline.add_component("ranker", ranker)
+            pipeline.connect("retriever.documents", "ranker.documents")
+        pipeline.connect(f"{'retriever' if ranker is None else 'ranker'}.documents", "prompts.documents")
         return pipeline
 
     @staticmethod
@@ -229,7 +216,7 @@ class TestInAPipeline:
         assert self.lines(pipeline.run(self.data("lens", scope="ours"))) == first
         assert len(self.lines(pipeline.run(self.data("lens", top_k=2)))) == 2
 
-    async def test_it_takes_what_the_pipeline_feeds_to_the_ranker_that_it_replaces(self, orderer: Orderer) -> None:
+    async def test_it_accepts_the_inputs_of_the_ranker_that_it_replaces(self, orderer: Orderer) -> None:
         data = self.data("lamp", query="lamp", top_k=2)
         replaced = self.pipeline(LLMRanker(chat_generator=Judge()))
         assert len(self.lines(replaced.run(data))) == 2

@@ -66,6 +66,7 @@ except ImportError:  # So does LangGraph.
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [Document(f"Secret number {name} is kept in drawer {name}.", id=name) for name in "abcdefgh"]
 BY_ID = {document.id: document for document in DOCUMENTS}
+Show = Callable[[list[Document]], str]
 FIFTY = [f"{''.join(order)}: #{number}" for number, order in enumerate(islice(permutations("abcde"), 50))]
 NO_NUMBERS = RequestOutcome(True)
 DISCARDED = RequestOutcome(False)
@@ -161,11 +162,11 @@ def shouted(documents: list[Document]) -> str:
 
 
 def retrieve(question: str) -> list[Document]:
-    """Documents by the names in front of the question: "cab: what is it? #7"."""
+    """Documents by the names before the question: "cab: what is it? #7"."""
     return [BY_ID[name] for name in question.partition(":")[0]]
 
 
-def rag(orderer: Any, model: Runnable[Any, Any], show: Callable[[list[Document]], str] = plain) -> Runnable[str, Any]:
+def rag(orderer: Any, model: Runnable[Any, Any], show: Show = plain) -> Runnable[str, Any]:
     """The chain of the tutorials."""
     retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
     inputs = {"context": retriever | show, "question": RunnablePassthrough()}
@@ -183,27 +184,31 @@ def names(documents: Iterable[Any]) -> str:
     return "".join(document.id for document in documents)
 
 
-@pytest.fixture
-def orderer() -> Recorder:
-    return Recorder(Orderer(block_size=4, strict=True))
+class Watched(Recorder):
+    """An orderer that records, and a handler that reports to it what the runs with this config become."""
+
+    def __init__(self, orderer: Orderer) -> None:
+        super().__init__(orderer)
+        self.handler = FeedbackHandler()
+        self.config = watched(self.handler)
 
 
 @pytest.fixture
-def retriever(orderer: Recorder) -> Any:
-    return CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
-
-
-@pytest.fixture
-def handler(caplog: pytest.LogCaptureFixture) -> Iterator[FeedbackHandler]:
+def orderer(caplog: pytest.LogCaptureFixture) -> Iterator[Watched]:
     """Whatever happens in a test, nothing waits in the handler afterwards, and it had no trouble of its own."""
-    handler = FeedbackHandler()
+    orderer = Watched(Orderer(block_size=4, strict=True))
     with caplog.at_level(logging.WARNING, "ragorder"):
-        yield handler
+        yield orderer
     gc.collect()
-    assert (handler.waiting_orderings, handler.open_runs) == (0, 0)
-    said = [record.getMessage() for record in caplog.get_records("call") if record.name == "ragorder"]
-    # Of a wrong report the log tells once a process, whichever test comes first.
-    assert [text for text in said if "an engine reported an invalid token count" not in text] == []
+    assert (orderer.handler.waiting_orderings, orderer.handler.open_runs) == (0, 0)
+    logged = [record.getMessage() for record in caplog.get_records("call") if record.name == "ragorder"]
+    # The log names a wrong report once a process, whichever test comes first.
+    assert [text for text in logged if "an engine reported an invalid token count" not in text] == []
+
+
+@pytest.fixture
+def retriever(orderer: Watched) -> Any:
+    return CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
 
 
 def watched(handler: BaseCallbackHandler, **config: Any) -> RunnableConfig:
@@ -480,8 +485,8 @@ async def test_the_step_follows_any_retriever(orderer: Recorder) -> None:
     assert [names(found) for found in chain.stream("cab: ?")] == ["abc"]
 
 
-def test_a_chain_with_callbacks_at_the_model_alone_has_no_numbers(orderer: Recorder, handler: FeedbackHandler) -> None:
-    rag(orderer, Model(callbacks=[handler])).invoke("ab: #7")
+def test_a_chain_with_callbacks_at_the_model_alone_has_no_numbers(orderer: Watched) -> None:
+    rag(orderer, Model(callbacks=[orderer.handler])).invoke("ab: #7")
     assert orderer.outcomes == [NO_NUMBERS]
 
 
@@ -489,49 +494,43 @@ def test_a_chain_with_callbacks_at_the_model_alone_has_no_numbers(orderer: Recor
 
 
 class TestReportedTokens:
-    async def test_reach_the_ordering(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    async def test_reach_the_ordering(self, orderer: Watched) -> None:
         chain = rag(orderer, Model())
-        chain.invoke("ab: #1", watched(handler))
-        await chain.ainvoke("cd: #2", watched(handler))
-        assert list(chain.stream("ef: #3", watched(handler)))[1:] == ["so ", "it ", "is", ""]
-        assert [piece async for piece in chain.astream("gh: #4", watched(handler))][1:] == ["so ", "it ", "is", ""]
-        chain.with_config(callbacks=[handler]).invoke("ah: #5")
-        assert [event async for event in chain.astream_events("bg: #6", watched(handler), version="v2")]
+        chain.invoke("ab: #1", orderer.config)
+        await chain.ainvoke("cd: #2", orderer.config)
+        assert list(chain.stream("ef: #3", orderer.config))[1:] == ["so ", "it ", "is", ""]
+        assert [piece async for piece in chain.astream("gh: #4", orderer.config)][1:] == ["so ", "it ", "is", ""]
+        chain.with_config(callbacks=[orderer.handler]).invoke("ah: #5")
+        assert [event async for event in chain.astream_events("bg: #6", orderer.config, version="v2")]
         assert orderer.outcomes == [usage(1), usage(2), usage(3), usage(4), usage(5), usage(6)]
 
-    def test_reach_the_ordering_of_the_step(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    def test_reach_the_ordering_of_the_step(self, orderer: Watched) -> None:
         reorder = CacheOrderTransformer(orderer)
         chain = RunnablePassthrough.assign(documents=lambda given: retrieve(given["question"])).assign(
             context=operator.itemgetter("documents") | reorder | plain
         )
-        (chain | PROMPT | Model()).invoke({"question": "ab: #7"}, watched(handler))
+        (chain | PROMPT | Model()).invoke({"question": "ab: #7"}, orderer.config)
         assert orderer.outcomes == [usage(7)]
 
     @pytest.mark.parametrize("threads", [True, False])
-    async def test_reach_each_ordering_of_fifty_concurrent_runs(
-        self, orderer: Recorder, handler: FeedbackHandler, threads: bool
-    ) -> None:
+    async def test_reach_each_ordering_of_fifty_concurrent_runs(self, orderer: Watched, threads: bool) -> None:
         """All retrieve the same documents, in orders of their own: the ranking says whose ordering it is."""
         chain = rag(orderer, Model(delay_s=0.005))
         if threads:
-            chain.batch(FIFTY, watched(handler, max_concurrency=16))
+            chain.batch(FIFTY, {**orderer.config, "max_concurrency": 16})
         else:
-            await chain.abatch(FIFTY, watched(handler))
+            await chain.abatch(FIFTY, orderer.config)
         assert dict(by_ranking(orderer)) == {question[:5]: usage(number) for number, question in enumerate(FIFTY)}
 
     @pytest.mark.parametrize("show", [plain, shouted])
-    def test_are_missing_where_the_engine_reports_none(
-        self, orderer: Recorder, handler: FeedbackHandler, show: Callable[[list[Document]], str]
-    ) -> None:
-        rag(orderer, Model(reports=False), show).invoke("ab: #7", watched(handler))
+    def test_are_missing_where_the_engine_reports_none(self, orderer: Watched, show: Show) -> None:
+        rag(orderer, Model(reports=False), show).invoke("ab: #7", orderer.config)
         assert orderer.outcomes == [NO_NUMBERS]
 
-    def test_cached_answers_of_langchain_belong_to_no_ordering(
-        self, orderer: Recorder, handler: FeedbackHandler
-    ) -> None:
+    def test_cached_answers_of_langchain_belong_to_no_ordering(self, orderer: Watched) -> None:
         chain = rag(orderer, Model(cache=InMemoryCache()))
-        chain.invoke("ab: #7", watched(handler))
-        chain.invoke("ab: #7", watched(handler))
+        chain.invoke("ab: #7", orderer.config)
+        chain.invoke("ab: #7", orderer.config)
         assert orderer.outcomes == [usage(7), DISCARDED]
 
 
@@ -578,38 +577,34 @@ class TestTheDialectsOfUsage:
             (answered({"token_usage": "?"}), ()),
         ],
     )
-    def test_are_understood(self, orderer: Recorder, handler: FeedbackHandler, result: Any, counts: Any) -> None:
-        rag(orderer, Told(result=result)).invoke("ab: #7", watched(handler))
+    def test_are_understood(self, orderer: Watched, result: Any, counts: Any) -> None:
+        rag(orderer, Told(result=result)).invoke("ab: #7", orderer.config)
         assert orderer.outcomes == [RequestOutcome(True, *counts)]
 
-    async def test_text_models_report_beside_the_text(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    async def test_text_models_report_beside_the_text(self, orderer: Watched) -> None:
         chain = rag(orderer, TextModel())
-        chain.invoke("ab: #7", watched(handler))
-        await chain.ainvoke("ba: #7", watched(handler))
+        chain.invoke("ab: #7", orderer.config)
+        await chain.ainvoke("ba: #7", orderer.config)
         assert orderer.outcomes == [RequestOutcome(True, 7, 1003, 1000)] * 2
 
-    def test_a_total_over_several_prompts_belongs_to_no_ordering(
-        self, orderer: Recorder, handler: FeedbackHandler
-    ) -> None:
-        rag(orderer, TextModel()).batch(["ab: #7", "cd: #8"], watched(handler))
-        rag(orderer, TextModel(of_each=True)).batch(["ab: #7", "cd: #8"], watched(handler))
+    def test_a_total_over_several_prompts_belongs_to_no_ordering(self, orderer: Watched) -> None:
+        rag(orderer, TextModel()).batch(["ab: #7", "cd: #8"], orderer.config)
+        rag(orderer, TextModel(of_each=True)).batch(["ab: #7", "cd: #8"], orderer.config)
         assert orderer.outcomes == [NO_NUMBERS] * 2 + [RequestOutcome(True, 7, 1003, 1000)] * 2
 
 
 class TestWhichCallAnOrderingBelongsTo:
     """A run may have many LLM calls: the one counts whose prompt has the documents."""
 
-    def test_not_one_that_rewrites_the_question_first(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    def test_not_one_that_rewrites_the_question_first(self, orderer: Watched) -> None:
         rewrite = RunnableLambda(lambda question: f"Rewrite {question} #99") | Model() | StrOutputParser()
         chain = RunnablePassthrough.assign(rewritten=operator.itemgetter("question") | rewrite)
         chain |= operator.itemgetter("question") | rag(orderer, Model())
-        chain.invoke({"question": "ab: #7"}, watched(handler))
+        chain.invoke({"question": "ab: #7"}, orderer.config)
         assert orderer.outcomes == [usage(7)]
 
     @pytest.mark.parametrize("show", [plain, shouted])
-    def test_not_those_that_grade_single_documents(
-        self, orderer: Recorder, handler: FeedbackHandler, show: Callable[[list[Document]], str], retriever: Any
-    ) -> None:
+    def test_not_those_that_grade_single_documents(self, orderer: Watched, show: Show, retriever: Any) -> None:
         grader = Model()
 
         def grade(documents: list[Document], config: RunnableConfig) -> list[Document]:
@@ -617,10 +612,10 @@ class TestWhichCallAnOrderingBelongsTo:
             return documents
 
         chain = {"context": retriever | grade | show, "question": RunnablePassthrough()} | PROMPT | Model()
-        chain.invoke("abc: #7", watched(handler))
+        chain.invoke("abc: #7", orderer.config)
         assert orderer.outcomes == [usage(7) if show is plain else NO_NUMBERS]
 
-    def test_the_one_of_its_own_branch(self, orderer: Recorder, handler: FeedbackHandler, retriever: Any) -> None:
+    def test_the_one_of_its_own_branch(self, orderer: Watched, retriever: Any) -> None:
         """Four branches retrieve the same documents, which come in the same order: only the branch tells them apart.
         The last one to retrieve is the first one to ask."""
         turns = [threading.Event() for _ in range(5)]
@@ -639,7 +634,7 @@ class TestWhichCallAnOrderingBelongsTo:
 
         questions = ["abc: ?", "acb: ?", "bca: ?", "cab: ?"]
         branches = [branch(number, question, number == 3) for number, question in enumerate(questions)]
-        RunnableParallel({str(number): each for number, each in enumerate(branches)}).invoke("go", watched(handler))
+        RunnableParallel({str(number): each for number, each in enumerate(branches)}).invoke("go", orderer.config)
         assert len({names(request.ordering.documents) for request in orderer.requests}) == 1
         assert by_ranking(orderer) == [(question[:3], usage(number)) for number, question in enumerate(questions)]
 
@@ -656,7 +651,7 @@ class TestWhichCallAnOrderingBelongsTo:
         ids=["no more", "foremost", "order"],
     )
     def test_the_one_that_begins_with_its_documents_in_their_order(
-        self, orderer: Recorder, handler: FeedbackHandler, retriever: Any, asked: Any, prompts: Any, outcomes: Any
+        self, orderer: Watched, retriever: Any, asked: Any, prompts: Any, outcomes: Any
     ) -> None:
         """Side by side in one node."""
 
@@ -666,12 +661,10 @@ class TestWhichCallAnOrderingBelongsTo:
             for shown, number in prompts:
                 Model().invoke(f"{plain([BY_ID[name] for name in shown])} #{number}", config)
 
-        RunnableLambda(work).invoke("go", watched(handler))
+        RunnableLambda(work).invoke("go", orderer.config)
         assert orderer.outcomes == outcomes
 
-    def test_the_first_of_several_with_the_same_documents(
-        self, orderer: Recorder, handler: FeedbackHandler, retriever: Any
-    ) -> None:
+    def test_the_first_of_several_with_the_same_documents(self, orderer: Watched, retriever: Any) -> None:
         """The second one is served from what the first one has computed, even if it is ready first."""
         first, second = Model(delay_s=0.2, started=threading.Event()), Model()
 
@@ -680,10 +673,10 @@ class TestWhichCallAnOrderingBelongsTo:
             return second.invoke(f"{prompt} #2", config)
 
         both = RunnableParallel(one=RunnableLambda(lambda prompt: f"{prompt} #1") | first, two=late)
-        (retriever | plain | both).invoke("abc: ?", watched(handler))
+        (retriever | plain | both).invoke("abc: ?", orderer.config)
         assert orderer.outcomes == [usage(1)]
 
-    def test_the_second_if_the_first_fails(self, orderer: Recorder, handler: FeedbackHandler, retriever: Any) -> None:
+    def test_the_second_if_the_first_fails(self, orderer: Watched, retriever: Any) -> None:
         first, others = Slow(errors=[ValueError("no")], started=threading.Event()), Model()
 
         def late(prompt: str, config: RunnableConfig) -> Any:
@@ -693,12 +686,10 @@ class TestWhichCallAnOrderingBelongsTo:
             first.free.set()
 
         both = RunnableParallel(one=first.with_fallbacks([RunnableLambda(lambda _: "none")]), two=late)
-        (retriever | plain | both).invoke("abc: ?", watched(handler))
+        (retriever | plain | both).invoke("abc: ?", orderer.config)
         assert orderer.outcomes == [usage(2)]
 
-    def test_and_others_may_still_be_under_way_then(
-        self, orderer: Recorder, handler: FeedbackHandler, retriever: Any
-    ) -> None:
+    def test_and_others_may_still_be_under_way_then(self, orderer: Watched, retriever: Any) -> None:
         first, second = Slow(started=threading.Event()), Slow(started=threading.Event())
 
         def early(prompt: str, config: RunnableConfig) -> Any:
@@ -713,40 +704,34 @@ class TestWhichCallAnOrderingBelongsTo:
             return second.invoke(f"{prompt} #2", config)
 
         calls = RunnableParallel(one=RunnableLambda(lambda prompt: f"{prompt} #1") | first, two=late, three=early)
-        (retriever | plain | calls).invoke("abc: ?", watched(handler))
+        (retriever | plain | calls).invoke("abc: ?", orderer.config)
         assert orderer.outcomes == [usage(1)]
 
-    def test_not_one_that_is_anothers(self, orderer: Recorder, handler: FeedbackHandler, retriever: Any) -> None:
+    def test_not_one_that_is_anothers(self, orderer: Watched, retriever: Any) -> None:
         """Of what the other retriever found, the prompt shows nothing that could be recognised."""
         both = RunnableLambda(lambda question: plain(retriever.invoke("ab: ?")) + shouted(retriever.invoke("cd: ?")))
-        (both | (lambda prompt: f"{prompt} #7") | Model()).invoke("go", watched(handler))
+        (both | (lambda prompt: f"{prompt} #7") | Model()).invoke("go", orderer.config)
         assert orderer.outcomes == [usage(7), NO_NUMBERS]
 
-    def test_not_only_if_the_prompt_shows_them_to_the_last_blank(
-        self, orderer: Recorder, handler: FeedbackHandler
-    ) -> None:
+    def test_not_only_if_the_prompt_shows_them_to_the_last_blank(self, orderer: Watched) -> None:
         found = [Document(" first\n"), Document("\tsecond "), Document(" ")]
         retriever = CacheOrderRetriever(retriever=RunnableLambda(lambda _: found), orderer=orderer)
         trimmed = RunnableLambda(lambda documents: "|".join(each.page_content.strip() for each in documents))
         chain = retriever | trimmed | (lambda prompt: f"{prompt} #7") | Model() | (lambda answer: "#99") | Model()
-        chain.invoke("?", watched(handler))
+        chain.invoke("?", orderer.config)
         assert orderer.outcomes == [usage(7)]
 
-    def test_none_if_several_might_be_it(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    def test_none_if_several_might_be_it(self, orderer: Watched) -> None:
         chain = rag(orderer, Model(), shouted) | (lambda answer: f"{answer} #8") | Model()
-        chain.invoke("ab: #7", watched(handler))
+        chain.invoke("ab: #7", orderer.config)
         assert orderer.outcomes == [NO_NUMBERS]
 
-    def test_none_if_one_call_might_be_that_of_two(
-        self, orderer: Recorder, handler: FeedbackHandler, retriever: Any
-    ) -> None:
+    def test_none_if_one_call_might_be_that_of_two(self, orderer: Watched, retriever: Any) -> None:
         both = RunnableParallel(one=retriever, two=retriever) | (lambda found: f"{shouted(found['one'])} #7")
-        (both | Model()).invoke("ab: ?", watched(handler))
+        (both | Model()).invoke("ab: ?", orderer.config)
         assert orderer.outcomes == [NO_NUMBERS] * 2
 
-    def test_none_if_one_of_several_is_the_only_one_of_another(
-        self, orderer: Recorder, handler: FeedbackHandler, retriever: Any
-    ) -> None:
+    def test_none_if_one_of_several_is_the_only_one_of_another(self, orderer: Watched, retriever: Any) -> None:
         """No documents can be recognised. The second were retrieved during the first one's call."""
         slow = Slow(started=threading.Event())
 
@@ -756,12 +741,10 @@ class TestWhichCallAnOrderingBelongsTo:
             slow.free.set()
 
         calls = RunnableParallel(one=RunnableLambda(lambda prompt: f"{prompt} #1") | slow, two=late)
-        (retriever | shouted | calls).invoke("ab: ?", watched(handler))
+        (retriever | shouted | calls).invoke("ab: ?", orderer.config)
         assert orderer.outcomes == [NO_NUMBERS, usage(2)]
 
-    def test_an_agent_retrieves_and_generates_repeatedly(
-        self, orderer: Recorder, handler: FeedbackHandler, retriever: Any
-    ) -> None:
+    def test_an_agent_retrieves_and_generates_repeatedly(self, orderer: Watched, retriever: Any) -> None:
         """Each prompt has all that was retrieved before; a tool retrieves."""
 
         @tool
@@ -775,14 +758,12 @@ class TestWhichCallAnOrderingBelongsTo:
                 history += "\n" + search.invoke({"question": question}, config)
                 model.invoke(f"{history} #{number}", config)
 
-        RunnableLambda(agent).invoke("go", watched(handler))
+        RunnableLambda(agent).invoke("go", orderer.config)
         assert orderer.outcomes == [usage(0), usage(1), usage(2)]
 
-    def test_a_model_outside_of_any_run_belongs_to_no_ordering(
-        self, orderer: Recorder, handler: FeedbackHandler, retriever: Any
-    ) -> None:
-        found = retriever.invoke("ab: ?", watched(handler))
-        Model().invoke(f"{plain(found)} #7", watched(handler))
+    def test_a_model_outside_of_any_run_belongs_to_no_ordering(self, orderer: Watched, retriever: Any) -> None:
+        found = retriever.invoke("ab: ?", orderer.config)
+        Model().invoke(f"{plain(found)} #7", orderer.config)
         assert orderer.outcomes == [NO_NUMBERS]
 
 
@@ -821,23 +802,18 @@ PLAIN = ("invoke", "ainvoke")
 STREAMED = ("stream", "astream")
 
 
-async def raised(chain: Any, ways: Sequence[str], asked: Any, handler: FeedbackHandler) -> list[type[Exception] | None]:
+async def raised(chain: Any, ways: Sequence[str], asked: Any, config: Any) -> list[type[Exception]]:
     """What each of these methods of a chain raises."""
-
-    async def call(way: str) -> None:
-        result = getattr(chain, way)(asked, watched(handler))
-        if way == "ainvoke":
-            await result
-        elif way == "stream":
-            list(result)
-        elif way == "astream":
-            [piece async for piece in result]
-
-    errors: list[type[Exception] | None] = []
+    errors: list[type[Exception]] = []
     for way in ways:
         try:
-            await call(way)
-            errors.append(None)
+            result = getattr(chain, way)(asked, config)
+            if way == "ainvoke":
+                await result
+            elif way == "stream":
+                list(result)
+            elif way == "astream":
+                [piece async for piece in result]
         except Exception as error:
             errors.append(type(error))
     return errors
@@ -846,63 +822,53 @@ async def raised(chain: Any, ways: Sequence[str], asked: Any, handler: FeedbackH
 class TestErrors:
     """After any error the ordering is finished rightly and the handler holds nothing: its fixture checks that."""
 
-    async def test_of_the_retriever_leave_nothing_to_finish(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        assert await raised(rag(orderer, Model()), PLAIN, "x: #7", handler) == [KeyError] * 2
+    async def test_of_the_retriever_leave_nothing_to_finish(self, orderer: Watched) -> None:
+        assert await raised(rag(orderer, Model()), PLAIN, "x: #7", orderer.config) == [KeyError] * 2
         assert orderer.requests == []
 
-    async def test_of_the_model_discard(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    async def test_of_the_model_discard(self, orderer: Watched) -> None:
         chain = rag(orderer, Model(errors=[BoomError() for _ in range(4)]))
-        assert await raised(chain, PLAIN + STREAMED, "ab: #7", handler) == [BoomError] * 4
+        assert await raised(chain, PLAIN + STREAMED, "ab: #7", orderer.config) == [BoomError] * 4
         assert orderer.outcomes == [DISCARDED] * 4
 
-    async def test_between_retrieval_and_model_discard(
-        self, orderer: Recorder, handler: FeedbackHandler, retriever: Any
-    ) -> None:
+    async def test_between_retrieval_and_model_discard(self, orderer: Watched, retriever: Any) -> None:
         chain = retriever | fails | Model()
-        assert await raised(chain, PLAIN, "ab: #7", handler) == [BoomError] * 2
-        assert chain.batch(["ab: #7", "x: #7"], watched(handler), return_exceptions=True)
+        assert await raised(chain, PLAIN, "ab: #7", orderer.config) == [BoomError] * 2
+        assert chain.batch(["ab: #7", "x: #7"], orderer.config, return_exceptions=True)
         assert orderer.outcomes == [DISCARDED] * 3
 
     @pytest.mark.parametrize("show", [plain, shouted])
-    def test_behind_the_model_change_nothing(
-        self, orderer: Recorder, handler: FeedbackHandler, show: Callable[[list[Document]], str]
-    ) -> None:
+    def test_after_the_model_change_nothing(self, orderer: Watched, show: Show) -> None:
         with pytest.raises(BoomError):
-            (rag(orderer, Model(), show) | fails).invoke("ab: #7", watched(handler))
+            (rag(orderer, Model(), show) | fails).invoke("ab: #7", orderer.config)
         assert orderer.outcomes == [usage(7)]
 
     @pytest.mark.parametrize("show", [plain, shouted])
-    async def test_of_a_model_with_a_fallback_leave_it_to_the_fallback(
-        self, orderer: Recorder, handler: FeedbackHandler, show: Callable[[list[Document]], str]
-    ) -> None:
+    async def test_of_a_model_with_a_fallback_leave_it_to_the_fallback(self, orderer: Watched, show: Show) -> None:
         chain = rag(orderer, Model(errors=[BoomError(), BoomError()]).with_fallbacks([Model()]), show)
-        chain.invoke("ab: #7", watched(handler))
-        await chain.ainvoke("ba: #8", watched(handler))
+        chain.invoke("ab: #7", orderer.config)
+        await chain.ainvoke("ba: #8", orderer.config)
         assert orderer.outcomes == [usage(7), usage(8)]
 
-    def test_a_fallback_model_without_documents_discards(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    def test_a_fallback_model_without_documents_discards(self, orderer: Watched) -> None:
         apology = RunnableLambda(lambda _: "Say that you are sorry. #99") | Model()
-        rag(orderer, Model(errors=[BoomError()]).with_fallbacks([apology])).invoke("ab: #7", watched(handler))
+        rag(orderer, Model(errors=[BoomError()]).with_fallbacks([apology])).invoke("ab: #7", orderer.config)
         assert orderer.outcomes == [DISCARDED]
 
-    def test_of_a_model_that_tries_again_leave_it_to_the_last_attempt(
-        self, orderer: Recorder, handler: FeedbackHandler
-    ) -> None:
+    def test_of_a_model_that_tries_again_leave_it_to_the_last_attempt(self, orderer: Watched) -> None:
         retries = Model(errors=[BoomError(), BoomError(), None]).with_retry(
             retry_if_exception_type=(BoomError,), wait_exponential_jitter=False
         )
-        rag(orderer, retries).invoke("ab: #7", watched(handler))
+        rag(orderer, retries).invoke("ab: #7", orderer.config)
         assert orderer.outcomes == [usage(7)]
 
-    def test_of_a_chain_with_a_fallback_discard_the_first_attempt(
-        self, orderer: Recorder, handler: FeedbackHandler
-    ) -> None:
+    def test_of_a_chain_with_a_fallback_discard_the_first_attempt(self, orderer: Watched) -> None:
         """The fallback retrieves the same documents once more: its model's numbers are those of its own ordering."""
         chain = rag(orderer, Model(errors=[BoomError()])).with_fallbacks([rag(orderer, Model())])
-        chain.invoke("ab: #7", watched(handler))
+        chain.invoke("ab: #7", orderer.config)
         assert orderer.outcomes == [DISCARDED, usage(7)]
 
-    def test_that_the_application_catches_discard(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    def test_that_the_application_catches_discard(self, orderer: Watched) -> None:
         chain = rag(orderer, Model(errors=[BoomError()]))
 
         def work(question: str, config: RunnableConfig) -> str:
@@ -910,11 +876,11 @@ class TestErrors:
                 chain.invoke(question, config)
             return "none"
 
-        (RunnableLambda(work) | (lambda _: "What else? #99") | Model()).invoke("ab: #7", watched(handler))
+        (RunnableLambda(work) | (lambda _: "What else? #99") | Model()).invoke("ab: #7", orderer.config)
         assert orderer.outcomes == [DISCARDED]
 
     def test_of_a_first_attempt_leave_the_numbers_to_the_second_with_what_it_retrieved(
-        self, orderer: Recorder, handler: FeedbackHandler, retriever: Any
+        self, orderer: Watched, retriever: Any
     ) -> None:
         model = Model(errors=[BoomError()])
 
@@ -923,12 +889,10 @@ class TestErrors:
                 model.invoke(f"{plain(retriever.invoke(question, config))} #7", config)
             model.invoke(f"{plain(retriever.invoke(question, config))} #7", config)
 
-        RunnableLambda(work).invoke("ab: ?", watched(handler))
+        RunnableLambda(work).invoke("ab: ?", orderer.config)
         assert orderer.outcomes == [DISCARDED, usage(7)]
 
-    def test_of_the_tool_that_retrieves_discard(
-        self, orderer: Recorder, handler: FeedbackHandler, retriever: Any
-    ) -> None:
+    def test_of_the_tool_that_retrieves_discard(self, orderer: Watched, retriever: Any) -> None:
 
         @tool
         def search(question: str) -> str:
@@ -942,14 +906,13 @@ class TestErrors:
             assert orderer.outcomes == [DISCARDED]
             return "none"
 
-        RunnableLambda(agent).invoke("go", watched(handler))
+        RunnableLambda(agent).invoke("go", orderer.config)
 
-    def test_of_a_handlers_own_are_not_the_chains(
-        self, orderer: Recorder, caplog: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_of_a_handlers_own_are_not_the_chains(self, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def broken(*_: Any, **__: Any) -> None:
             raise ValueError("Secret number a")
 
+        orderer = Recorder(Orderer(block_size=4, strict=True))
         chain = rag(orderer, Model())
         for name in ("begin", "call", "answered", "expect"):
             with monkeypatch.context() as patch, caplog.at_level(logging.DEBUG):
@@ -960,11 +923,11 @@ class TestErrors:
         # An ordering that could not be handed over counts as served; one that was is finished at the end of its run.
         assert orderer.outcomes == [NO_NUMBERS] * 4
 
-    def test_in_what_was_reported_are_not_the_chains(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    def test_in_reported_usage_are_not_the_chains(self, orderer: Watched) -> None:
         chain = rag(orderer, Told(result=answered({"token_usage": Unreadable()})))
-        chain.invoke("ab: #7", watched(handler))
+        chain.invoke("ab: #7", orderer.config)
         with pytest.raises(BoomError):
-            (chain | fails).invoke("ab: #7", watched(handler))
+            (chain | fails).invoke("ab: #7", orderer.config)
         assert orderer.outcomes == [NO_NUMBERS] * 2
 
 
@@ -980,61 +943,47 @@ async def finishing(orderer: Recorder) -> None:
 class TestStreams:
     @pytest.mark.parametrize(("breaks_after", "outcome"), [(0, DISCARDED), (1, DISCARDED), (2, NO_NUMBERS)])
     async def test_that_break_count_without_numbers_after_their_first_token(
-        self, orderer: Recorder, handler: FeedbackHandler, breaks_after: int, outcome: RequestOutcome
+        self, orderer: Watched, breaks_after: int, outcome: RequestOutcome
     ) -> None:
         """That a message begins, in a role, says nothing: some servers tell before they have computed anything."""
         chain = rag(orderer, Model(breaks_after=breaks_after))
-        assert await raised(chain, STREAMED, "ab: #7", handler) == [ConnectionError] * 2
+        assert await raised(chain, STREAMED, "ab: #7", orderer.config) == [ConnectionError] * 2
         assert orderer.outcomes == [outcome] * 2
 
-    async def test_closed_early_count_without_numbers(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    @pytest.mark.parametrize("closed", [True, False])
+    async def test_closed_or_dropped_early_count_without_numbers(self, orderer: Watched, closed: bool) -> None:
         chain = rag(orderer, Model())
-        stream = chain.stream("ab: #7", watched(handler))
+        stream = chain.stream("ab: #7", orderer.config)
         assert [next(stream), next(stream)] == ["", "so "]
-        stream.close()
-        pieces = chain.astream("ab: #7", watched(handler))
+        pieces = chain.astream("ab: #7", orderer.config)
         assert [await anext(pieces), await anext(pieces)] == ["", "so "]
-        await pieces.aclose()
+        if closed:
+            stream.close()
+            await pieces.aclose()
+        del stream, pieces
         await finishing(orderer)
         assert orderer.outcomes == [NO_NUMBERS] * 2
 
-    async def test_dropped_early_do_not_stay_in_the_handler(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        chain = rag(orderer, Model())
-        stream = chain.stream("ab: #7", watched(handler))
-        assert [next(stream), next(stream)] == ["", "so "]
-        del stream
-        async for piece in chain.astream("ab: #7", watched(handler)):
-            if piece:
-                break
-        await finishing(orderer)
-        assert orderer.outcomes == [NO_NUMBERS] * 2
-
-    async def test_broken_with_a_fallback_count_without_numbers(
-        self, orderer: Recorder, handler: FeedbackHandler
-    ) -> None:
+    async def test_broken_with_a_fallback_count_without_numbers(self, orderer: Watched) -> None:
         """The first model has computed the prompt; its answer is lost, and the run with it."""
         chain = rag(orderer, Model(breaks_after=3).with_fallbacks([Model()]))
-        assert await raised(chain, STREAMED[:1], "ab: #7", handler) == [ConnectionError]
+        assert await raised(chain, STREAMED[:1], "ab: #7", orderer.config) == [ConnectionError]
         assert orderer.outcomes == [NO_NUMBERS]
 
-    async def test_without_usage_degrade_the_orderer_and_say_what_to_set(
-        self, orderer: Recorder, handler: FeedbackHandler
-    ) -> None:
+    async def test_without_usage_degrade_the_orderer_and_say_what_to_set(self, orderer: Watched) -> None:
         chain = rag(orderer, Model(reports=False))
-        list(chain.stream("ab: #7", config=watched(handler)))
-        assert [piece async for piece in chain.astream("ba: #7", config=watched(handler))]
+        list(chain.stream("ab: #7", orderer.config))
+        assert [piece async for piece in chain.astream("ba: #7", orderer.config)]
         assert orderer.outcomes == [NO_NUMBERS, NO_NUMBERS]
         assert len(set(orderer.degraded)) == 1
         assert "streamed without usage" in orderer.degraded[0] and "stream_usage=True" in orderer.degraded[0]
 
-    def test_with_usage_or_broken_or_no_streams_at_all_degrade_nothing(
-        self, orderer: Recorder, handler: FeedbackHandler
-    ) -> None:
-        list(rag(orderer, Model()).stream("ab: #7", config=watched(handler)))
-        rag(orderer, Model(reports=False)).invoke("ab: #7", config=watched(handler))
+    def test_with_usage_or_broken_or_no_streams_at_all_degrade_nothing(self, orderer: Watched) -> None:
+        list(rag(orderer, Model()).stream("ab: #7", orderer.config))
+        rag(orderer, Model(reports=False)).invoke("ab: #7", orderer.config)
         with pytest.raises(ConnectionError):
-            list(rag(orderer, Model(reports=False, breaks_after=2)).stream("ab: #7", config=watched(handler)))
-        closed = rag(orderer, Model(reports=False)).stream("ab: #7", config=watched(handler))
+            list(rag(orderer, Model(reports=False, breaks_after=2)).stream("ab: #7", orderer.config))
+        closed = rag(orderer, Model(reports=False)).stream("ab: #7", orderer.config)
         next(closed)
         closed.close()
         assert orderer.outcomes == [usage(7), NO_NUMBERS, NO_NUMBERS, NO_NUMBERS]
@@ -1042,7 +991,6 @@ class TestStreams:
 
     def test_dropped_in_a_cycle_wait_for_no_lock(self, orderer: Recorder) -> None:
         """The collector may close a stream in the middle of an event, in the very thread that is at that event."""
-        handler = FeedbackHandler()
         chain = rag(orderer, Model())
 
         class Collecting:
@@ -1051,14 +999,14 @@ class TestStreams:
                 raise AttributeError(name)
 
         def ask() -> None:
-            stream = chain.stream("ab: #1", config=watched(handler))
+            stream = chain.stream("ab: #1", orderer.config)
             next(stream)
             holder = [stream]
             # It has itself, and so is left to the collector.
             holder.append(holder)
             del stream, holder
-            rag(orderer, Told(result=answered({"token_usage": Collecting()}))).invoke("cd: #2", watched(handler))
-            list(chain.stream("ef: #3", config=watched(handler)))
+            rag(orderer, Told(result=answered({"token_usage": Collecting()}))).invoke("cd: #2", orderer.config)
+            list(chain.stream("ef: #3", orderer.config))
 
         gc.disable()
         try:
@@ -1069,12 +1017,9 @@ class TestStreams:
         finally:
             gc.enable()
         assert orderer.outcomes == [NO_NUMBERS, NO_NUMBERS, usage(3)]
-        assert (handler.waiting_orderings, handler.open_runs) == (0, 0)
 
     @pytest.mark.skipif(not hasattr(BaseChatModel, "stream_events"), reason="this version has no stream_events")
-    def test_by_protocol_events_are_understood(
-        self, orderer: Recorder, handler: FeedbackHandler, retriever: Any
-    ) -> None:
+    def test_by_protocol_events_are_understood(self, orderer: Watched, retriever: Any) -> None:
         def asks(model: Model) -> Runnable[str, Any]:
             def work(prompt: str, config: RunnableConfig) -> Any:
                 stream = model.stream_events(f"{prompt} #7", config, version="v3")
@@ -1082,10 +1027,10 @@ class TestStreams:
 
             return retriever | plain | work
 
-        asks(Model()).invoke("ab: ?", watched(handler))
+        asks(Model()).invoke("ab: ?", orderer.config)
         for breaks_after in (2, 1):
             with pytest.raises(ConnectionError):
-                asks(Model(breaks_after=breaks_after)).invoke("ab: ?", watched(handler))
+                asks(Model(breaks_after=breaks_after)).invoke("ab: ?", orderer.config)
         assert orderer.outcomes == [usage(7), NO_NUMBERS, DISCARDED]
 
 
@@ -1100,21 +1045,19 @@ class TestCancellation:
         await asyncio.sleep(0)
 
     @pytest.mark.parametrize("streams", [False, True])
-    async def test_before_the_first_token_discards(
-        self, orderer: Recorder, handler: FeedbackHandler, streams: bool
-    ) -> None:
+    async def test_before_the_first_token_discards(self, orderer: Watched, streams: bool) -> None:
         async def stream(chain: Any) -> None:
-            async for _ in chain.astream("ab: #7", watched(handler)):
+            async for _ in chain.astream("ab: #7", orderer.config):
                 pass
 
         started = asyncio.Event()
         chain = rag(orderer, Model(started=started, delay_s=10))
-        await self.cancel(stream(chain) if streams else chain.ainvoke("ab: #7", watched(handler)), started)
+        await self.cancel(stream(chain) if streams else chain.ainvoke("ab: #7", orderer.config), started)
         assert orderer.outcomes == [DISCARDED]
 
-    async def test_of_a_stream_after_its_first_token_counts(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    async def test_of_a_stream_after_its_first_token_counts(self, orderer: Watched) -> None:
         async def work() -> None:
-            async for piece in rag(orderer, Model()).astream("ab: #7", watched(handler)):
+            async for piece in rag(orderer, Model()).astream("ab: #7", orderer.config):
                 if piece:
                     started.set()
                     await asyncio.sleep(10)
@@ -1125,9 +1068,7 @@ class TestCancellation:
         assert orderer.outcomes == [NO_NUMBERS]
 
     @pytest.mark.parametrize("alone", [True, False])
-    async def test_of_the_retrieval_leaves_nothing(
-        self, orderer: Recorder, handler: FeedbackHandler, alone: bool
-    ) -> None:
+    async def test_of_the_retrieval_leaves_nothing(self, orderer: Watched, alone: bool) -> None:
         """LangChain reports no end of a cancelled retriever."""
         started = asyncio.Event()
 
@@ -1137,18 +1078,18 @@ class TestCancellation:
             return []
 
         retriever = CacheOrderRetriever(retriever=RunnableLambda(slow), orderer=orderer)
-        await self.cancel((retriever if alone else retriever | plain).ainvoke("ab: ?", watched(handler)), started)
-        assert handler.open_runs == 0
+        await self.cancel((retriever if alone else retriever | plain).ainvoke("ab: ?", orderer.config), started)
+        assert orderer.handler.open_runs == 0
 
-    async def test_of_a_model_that_is_asked_alone_leaves_nothing(self, handler: FeedbackHandler) -> None:
-        """Nor does it tell of that."""
+    async def test_of_a_model_that_is_asked_alone_leaves_nothing(self, orderer: Watched) -> None:
+        """LangChain reports none of that either."""
         started = asyncio.Event()
-        await self.cancel(Model(started=started, delay_s=10).ainvoke("#7", watched(handler)), started)
-        assert handler.open_runs == 0
+        await self.cancel(Model(started=started, delay_s=10).ainvoke("#7", orderer.config), started)
+        assert orderer.handler.open_runs == 0
 
-    async def test_of_many_leaves_nothing(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    async def test_of_many_leaves_nothing(self, orderer: Watched) -> None:
         chain = rag(orderer, Model(delay_s=0.01))
-        tasks = [asyncio.create_task(chain.ainvoke(f"abc: #{number}", watched(handler))) for number in range(40)]
+        tasks = [asyncio.create_task(chain.ainvoke(f"abc: #{number}", orderer.config)) for number in range(40)]
         for number, task in enumerate(tasks):
             await asyncio.sleep(0.001 * (number % 3))
             if number % 2:
@@ -1176,30 +1117,28 @@ class TestBounds:
             stream.close()
         assert (handler.waiting_orderings, handler.open_runs) == (0, 0)
 
-    def test_a_run_without_end_keeps_so_many_orderings(
-        self, orderer: Recorder, handler: FeedbackHandler, retriever: Any
-    ) -> None:
+    def test_a_run_without_end_keeps_so_many_orderings(self, orderer: Watched, retriever: Any) -> None:
         most = []
 
         def work(_: str, config: RunnableConfig) -> None:
             for _ in range(300):
                 retriever.invoke("ab: ?", config)
-                most.append(handler.waiting_orderings)
+                most.append(orderer.handler.waiting_orderings)
 
-        RunnableLambda(work).invoke("go", watched(handler))
+        RunnableLambda(work).invoke("go", orderer.config)
         assert max(most) == 256
         assert orderer.outcomes == [NO_NUMBERS] * 300
 
-    def test_a_long_run_forgets_what_has_ended(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    def test_a_long_run_forgets_what_has_ended(self, orderer: Watched) -> None:
         chain = rag(orderer, Model())
         most = []
 
         def work(_: str, config: RunnableConfig) -> None:
             for number in range(50):
                 chain.invoke(f"ab: #{number}", config)
-                most.append((handler.open_runs, handler.waiting_orderings))
+                most.append((orderer.handler.open_runs, orderer.handler.waiting_orderings))
 
-        RunnableLambda(work).invoke("go", watched(handler))
+        RunnableLambda(work).invoke("go", orderer.config)
         assert set(most) == {(1, 0)}
 
 
@@ -1214,52 +1153,46 @@ class State(TypedDict, total=False):
 
 @pytest.mark.skipif(StateGraph is None, reason="needs langgraph")
 class TestLangGraph:
-    def graph(self, orderer: Recorder, model: Model, **edges: Any) -> Any:
-        """Retrieves in one node, asks in another; the nodes know of no callbacks."""
+    def graph(self, orderer: Recorder, model: Model) -> Any:
         retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
-        graph = StateGraph(State)
-        graph.add_node("retrieve", lambda state: {"documents": retriever.invoke(state["question"])})
-        graph.add_node("ask", lambda state: self.ask(model, state))
-        graph.add_edge(START, "retrieve")
-        graph.add_edge("retrieve", "ask")
-        graph.add_edge("ask", END)
-        return graph.compile()
+        return self.in_two_nodes(
+            lambda state: {"documents": retriever.invoke(state["question"])}, lambda state: self.ask(model, state)
+        )
 
     @staticmethod
-    def ask(model: Model, state: Any) -> dict[str, Any]:
-        prompt = PROMPT.invoke({"context": plain(state["documents"]), "question": state["question"]})
-        return {"answers": [model.invoke(prompt).text]}
+    def in_two_nodes(retrieve: Any, ask: Any) -> Any:
+        """The nodes know of no callbacks."""
+        graph = StateGraph(State).add_sequence([("retrieve", retrieve), ("ask", ask)])
+        return graph.add_edge(START, "retrieve").compile()
 
-    async def test_hands_on_from_node_to_node(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    @staticmethod
+    def prompt(state: Any) -> Any:
+        return PROMPT.invoke({"context": plain(state["documents"]), "question": state["question"]})
+
+    @classmethod
+    def ask(cls, model: Model, state: Any) -> dict[str, Any]:
+        return {"answers": [model.invoke(cls.prompt(state)).text]}
+
+    async def test_hands_on_from_node_to_node(self, orderer: Watched) -> None:
         graph = self.graph(orderer, Model())
-        graph.invoke({"question": "ab: #1"}, watched(handler))
-        assert list(graph.stream({"question": "ab: #2"}, watched(handler), stream_mode="updates"))
-        assert list(graph.stream({"question": "ab: #3"}, watched(handler), stream_mode="messages"))
-        assert [update async for update in graph.astream({"question": "ab: #4"}, watched(handler))]
-        graph.batch([{"question": "ab: #5"}], watched(handler))
+        graph.invoke({"question": "ab: #1"}, orderer.config)
+        assert list(graph.stream({"question": "ab: #2"}, orderer.config, stream_mode="updates"))
+        assert list(graph.stream({"question": "ab: #3"}, orderer.config, stream_mode="messages"))
+        assert [update async for update in graph.astream({"question": "ab: #4"}, orderer.config)]
+        graph.batch([{"question": "ab: #5"}], orderer.config)
         assert orderer.outcomes == [usage(number) for number in (1, 2, 3, 4, 5)]
 
-    async def test_hands_on_between_coroutines(
-        self, orderer: Recorder, handler: FeedbackHandler, retriever: Any
-    ) -> None:
+    async def test_hands_on_between_coroutines(self, orderer: Watched, retriever: Any) -> None:
         model = Model(delay_s=0.01)
 
         async def search(state: State) -> State:
             return {"documents": await retriever.ainvoke(state["question"])}
 
         async def ask(state: State) -> State:
-            prompt = PROMPT.invoke({"context": plain(state["documents"]), "question": state["question"]})
-            return {"answers": [(await model.ainvoke(prompt)).text]}
+            return {"answers": [(await model.ainvoke(self.prompt(state))).text]}
 
-        graph = StateGraph(State)
-        graph.add_node("retrieve", search)
-        graph.add_node("ask", ask)
-        graph.add_edge(START, "retrieve")
-        graph.add_edge("retrieve", "ask")
-        compiled = graph.compile()
-        await asyncio.gather(
-            *(compiled.ainvoke({"question": f"abc: #{number}"}, watched(handler)) for number in range(10))
-        )
+        graph = self.in_two_nodes(search, ask)
+        await asyncio.gather(*(graph.ainvoke({"question": f"abc: #{number}"}, orderer.config) for number in range(10)))
         assert sorted(orderer.outcomes, key=str) == sorted(map(usage, range(10)), key=str)
 
     def fan_out(self, orderer: Recorder, questions: list[str], model: Model) -> Any:
@@ -1270,54 +1203,49 @@ class TestLangGraph:
         graph.add_edge("work", END)
         return graph.compile()
 
-    async def test_keeps_nodes_apart_that_run_side_by_side(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    async def test_keeps_nodes_apart_that_run_side_by_side(self, orderer: Watched) -> None:
         """Six at a time retrieve the same documents, in the same order, in one outermost run."""
         six = [f"{''.join(order)}: #{number}" for number, order in enumerate(permutations("abc"))]
         graph = self.fan_out(orderer, six, Model(delay_s=0.01))
-        graph.invoke({}, watched(handler))
-        await graph.ainvoke({}, watched(handler))
+        graph.invoke({}, orderer.config)
+        await graph.ainvoke({}, orderer.config)
         assert sorted(by_ranking(orderer)) == sorted([(question[:3], usage(int(question[-1]))) for question in six] * 2)
 
-    def test_keeps_questions_apart_that_part_after_retrieval(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    def test_keeps_questions_apart_that_part_after_retrieval(self, orderer: Watched, retriever: Any) -> None:
         """Nodes that retrieve, then nodes that ask: of the same documents, each ordering gets one call's numbers."""
-        retriever, model = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer), Model()
 
         class Many(TypedDict, total=False):
             question: str
             found: Annotated[list[State], operator.add]
             answers: Annotated[list[str], operator.add]
 
+        def search(state: Any) -> Any:
+            return {"found": [{"question": state["question"], "documents": retriever.invoke(state["question"])}]}
+
         graph = StateGraph(Many)
-        graph.add_node(
-            "retrieve",
-            lambda state: {
-                "found": [{"question": state["question"], "documents": retriever.invoke(state["question"])}]
-            },
-        )
+        graph.add_node("retrieve", search)
         graph.add_node("gather", lambda state: {})
-        graph.add_node("ask", lambda state: self.ask(model, state))
+        graph.add_node("ask", lambda state: self.ask(Model(), state))
         questions = ["abc: #0", "abc: #1", "def: #2", "abcd: #3"]
         graph.add_conditional_edges(START, lambda _: [Send("retrieve", {"question": each}) for each in questions])
         graph.add_edge("retrieve", "gather")
         graph.add_conditional_edges("gather", lambda state: [Send("ask", found) for found in state["found"]], ["ask"])
-        graph.compile().invoke({}, watched(handler))
+        graph.compile().invoke({}, orderer.config)
         assert set(by_ranking(orderer)) == {("abc", usage(0)), ("abc", usage(1)), ("def", usage(2)), ("abcd", usage(3))}
 
-    async def test_discards_what_a_failing_node_retrieved(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    async def test_discards_what_a_failing_node_retrieved(self, orderer: Watched) -> None:
         graph = self.graph(orderer, Model(errors=[BoomError(), BoomError(), BoomError()]))
         ways = ("invoke", "ainvoke", "stream")
-        assert await raised(graph, ways, {"question": "ab: #7"}, handler) == [BoomError] * 3
+        assert await raised(graph, ways, {"question": "ab: #7"}, orderer.config) == [BoomError] * 3
         assert orderer.outcomes == [DISCARDED] * 3
 
-    def test_finishes_a_stream_that_is_closed_early(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        stream = self.graph(orderer, Model()).stream({"question": "ab: #7"}, watched(handler), stream_mode="updates")
+    def test_finishes_a_stream_that_is_closed_early(self, orderer: Watched) -> None:
+        stream = self.graph(orderer, Model()).stream({"question": "ab: #7"}, orderer.config, stream_mode="updates")
         assert "retrieve" in next(stream)
         stream.close()
         assert orderer.outcomes == [DISCARDED]
 
-    def test_takes_the_numbers_of_the_attempt_that_succeeded(
-        self, orderer: Recorder, handler: FeedbackHandler, retriever: Any
-    ) -> None:
+    def test_takes_the_numbers_of_the_attempt_that_succeeded(self, orderer: Watched, retriever: Any) -> None:
         from langgraph.types import RetryPolicy
 
         model = Model(errors=[BoomError()])
@@ -1329,14 +1257,11 @@ class TestLangGraph:
         policy = RetryPolicy(initial_interval=0.001, retry_on=BoomError)
         graph.add_node("both", both, retry_policy=policy)
         graph.add_edge(START, "both")
-        graph.compile().invoke({"question": "ab: #7"}, watched(handler))
+        graph.compile().invoke({"question": "ab: #7"}, orderer.config)
         assert orderer.outcomes == [DISCARDED, usage(7)]
 
-    def test_does_not_take_a_way_out_of_a_subgraph_for_an_error(
-        self, orderer: Recorder, handler: FeedbackHandler
-    ) -> None:
+    def test_does_not_take_a_way_out_of_a_subgraph_for_an_error(self, orderer: Watched, retriever: Any) -> None:
         """A subgraph retrieves and leaves for a node of its parent's, which LangGraph does by raising."""
-        retriever, model = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer), Model()
 
         def search(state: State) -> Command[str]:
             found = {"documents": retriever.invoke(state["question"])}
@@ -1347,9 +1272,9 @@ class TestLangGraph:
         inner.add_edge(START, "retrieve")
         graph = StateGraph(State)
         graph.add_node("inner", inner.compile(), destinations=("ask",))
-        graph.add_node("ask", lambda state: self.ask(model, state))
+        graph.add_node("ask", lambda state: self.ask(Model(), state))
         graph.add_edge(START, "inner")
-        graph.compile().invoke({"question": "ab: #7"}, watched(handler))
+        graph.compile().invoke({"question": "ab: #7"}, orderer.config)
         assert orderer.outcomes == [usage(7)]
 
 
@@ -1370,18 +1295,18 @@ class Others(AsyncCallbackHandler):
 
 
 class TestOtherHandlers:
-    async def test_hear_what_they_heard_before(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    async def test_hear_what_they_heard_before(self, orderer: Watched) -> None:
         others = Others()
-        config: RunnableConfig = {"callbacks": [others, handler]}
+        config: RunnableConfig = {"callbacks": [others, orderer.handler]}
         chain = rag(orderer, Model())
         chain.invoke("ab: #7", config)
         await chain.ainvoke("ab: #7", config)
         assert others.heard == ["start", "end"] * 2
 
-    def test_of_our_kind_one_is_enough(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    def test_of_our_kind_one_is_enough(self, orderer: Watched) -> None:
         """One bound to the chain and another one given with the call: one of them finishes, both forget."""
         other = FeedbackHandler()
-        rag(orderer, Model()).with_config(callbacks=[other]).invoke("ab: #7", watched(handler))
+        rag(orderer, Model()).with_config(callbacks=[other]).invoke("ab: #7", orderer.config)
         assert orderer.outcomes == [usage(7)]
         assert (other.open_runs, other.waiting_orderings) == (0, 0)
 
@@ -1405,16 +1330,14 @@ class TestWithVLLM:
         return rag(orderer, model)
 
     @pytest.mark.slow
-    async def test_the_servers_own_count_arrives_plain_and_streamed(
-        self, vllm_server: Any, handler: FeedbackHandler
-    ) -> None:
+    async def test_the_servers_own_count_arrives_plain_and_streamed(self, vllm_server: Any) -> None:
         sizes = {"block_size": vllm_server.block_size, "capacity_tokens": vllm_server.capacity_tokens}
-        orderer = Recorder(Orderer(**sizes, strict=True))
+        orderer = Watched(Orderer(**sizes, strict=True))
         chain = self.chain(vllm_server, orderer, uuid4().hex)
-        chain.invoke("abcdefgh: #1", watched(handler))
-        chain.invoke("hgfedcba: #2", watched(handler))
-        assert "".join(chain.stream("badcfehg: #3", watched(handler))) is not None
-        async for _ in chain.astream("aebfcgdh: #4", watched(handler)):
+        chain.invoke("abcdefgh: #1", orderer.config)
+        chain.invoke("hgfedcba: #2", orderer.config)
+        assert "".join(chain.stream("badcfehg: #3", orderer.config)) is not None
+        async for _ in chain.astream("aebfcgdh: #4", orderer.config):
             pass
         first, *later = orderer.outcomes
         assert first is not None and first.cached_tokens in (0, None) and first.prompt_tokens
@@ -1424,6 +1347,7 @@ class TestWithVLLM:
             assert finished.cached_tokens is not None and finished.cached_tokens % vllm_server.block_size == 0
             assert finished.prompt_tokens - 2 * vllm_server.block_size < finished.cached_tokens < finished.prompt_tokens
             assert finished.total_tokens == finished.prompt_tokens + 4
+        assert (orderer.handler.waiting_orderings, orderer.handler.open_runs) == (0, 0)
 
     @pytest.mark.slow
     def test_the_example_shows_what_it_saves(self, vllm_server: Any, python: Any) -> None:

@@ -1,5 +1,5 @@
-"""Agents of LangChain whose tools find documents: what was sent is replayed from the checkpointer, and what stands
-there is named."""
+"""Agents of LangChain whose tools find documents: what was sent is replayed from the checkpointer, and a document that
+is in it already is named."""
 
 from __future__ import annotations
 
@@ -33,11 +33,28 @@ from ragorder.clouds import CacheRules
 CONFIG: Any = {"configurable": {"thread_id": "one"}}
 
 
-@tool(response_format="content_and_artifact")
-def search(query: str) -> tuple[str, list[Document]]:
-    """The documents whose names stand behind the bar."""
+def finding(query: str) -> tuple[str, list[Document]]:
+    """The documents whose names follow the bar."""
     found = [Document(text_of(name), id=name) for name in query.rpartition("|")[2]]
     return "\n\n".join(each.page_content for each in found), found
+
+
+def reporting(query: str) -> tuple[str, list[Document]]:
+    text, found = finding(query)
+    return f"Warehouse report, {len(found)} found:\n{text}", found
+
+
+def excerpting(query: str) -> tuple[str, list[Document]]:
+    text, found = reporting(query)
+    return text[:-3], found
+
+
+def tool_of(function: Any) -> Any:
+    return tool("search", function, description="Search.", response_format="content_and_artifact")
+
+
+search = tool_of(finding)
+RETRIEVER = RunnableLambda(lambda question: finding(question)[1])
 
 
 @pytest.fixture
@@ -53,13 +70,14 @@ def recorder() -> Recorder:
 
 def make_agent(
     server: ChatServer,
-    orderer: Any,
+    orderer: Any = None,
     *others: AgentMiddleware,
     tools: Any = (search,),
     checkpointer: Any = True,
     **options: Any,
 ) -> Any:
     model = ChatOpenAI(base_url=f"{server.url}/v1", api_key="none", model="served", max_retries=0)
+    orderer = orderer or Orderer(block_size=BLOCK, strict=True)
     ours = CacheOrderMiddleware(orderer, builder=PromptBuilder(SYSTEM), **options)
     keeping = InMemorySaver() if checkpointer else None
     return create_agent(model, list(tools), system_prompt=SYSTEM, middleware=[*others, ours], checkpointer=keeping)
@@ -92,8 +110,8 @@ def test_each_call_extends_what_was_sent(server: ChatServer, recorder: Recorder,
     assert recorder.degraded == []
 
 
-async def test_a_document_that_stands_there_is_named_where_that_is_wanted(server: ChatServer) -> None:
-    agent = make_agent(server, Orderer(block_size=BLOCK, strict=True), repeat="name")
+async def test_a_document_that_was_sent_before_is_named_if_asked_for(server: ChatServer) -> None:
+    agent = make_agent(server, repeat="name")
     ask(agent, "One|ab")
     messages = await aask(agent, "Two|bc")
     first, second = results(server)
@@ -107,7 +125,7 @@ async def test_a_document_that_stands_there_is_named_where_that_is_wanted(server
 
 
 def test_by_default_results_stay_as_the_tools_wrote_them(server: ChatServer) -> None:
-    agent = make_agent(server, Orderer(block_size=BLOCK, strict=True))
+    agent = make_agent(server)
     ask(agent, "One|ab")
     ask(agent, "Two|bc")
     assert results(server) == [f"{text_of('a')}\n\n{text_of('b')}", f"{text_of('b')}\n\n{text_of('c')}"]
@@ -125,12 +143,12 @@ def test_only_what_is_really_sent_counts(server: ChatServer) -> None:
             ]
             return handler(request.override(messages=messages))
 
-    agent = make_agent(server, Orderer(block_size=BLOCK, strict=True), Forgetting(), repeat="name")
+    agent = make_agent(server, None, Forgetting(), repeat="name")
     ask(agent, "One|ab")
     ask(agent, "Two|b")
     assert results(server)[0] == "[cleared]" and text_of("b") in results(server)[1]
 
-    agent = make_agent(server, Orderer(block_size=BLOCK, strict=True), repeat="name")
+    agent = make_agent(server, repeat="name")
     messages = ask(agent, "One|ab")
     agent.update_state(CONFIG, {"messages": [RemoveMessage(id=each.id) for each in messages[:-1]]})
     ask(agent, "Two|b")
@@ -149,9 +167,8 @@ def test_results_of_several_calls_at_once(server: ChatServer, recorder: Recorder
     assert len(recorder.finished) == 1
 
 
-async def test_documents_of_a_retriever_stand_in_the_question(server: ChatServer, recorder: Recorder) -> None:
-    retriever = RunnableLambda(lambda question: search.func(question)[1])
-    agent = make_agent(server, recorder, tools=(), retriever=retriever)
+async def test_documents_of_a_retriever_are_in_the_question(server: ChatServer, recorder: Recorder) -> None:
+    agent = make_agent(server, recorder, tools=(), retriever=RETRIEVER)
     ask(agent, "One|abc")
     messages = await aask(agent, "Two|d")
     server.check_replay()
@@ -159,7 +176,7 @@ async def test_documents_of_a_retriever_stand_in_the_question(server: ChatServer
     assert contents == [each.content for each in messages if isinstance(each, HumanMessage)]
     assert text_of("a") in contents[0] and contents[0].endswith("Question: One|abc")
     # Another conversation shares the documents.
-    other = make_agent(server, recorder, tools=(), retriever=retriever)
+    other = make_agent(server, recorder, tools=(), retriever=RETRIEVER)
     ask(other, "Three|cba")
     assert server.sent[-1][1]["content"].startswith(contents[0].removesuffix("Question: One|abc"))
     assert server.cached[-1] > 3 * len(text_of("a")) // 4 - BLOCK
@@ -198,7 +215,7 @@ def test_what_is_no_turn_of_ours_is_passed_on_as_it_is(server: ChatServer) -> No
         HumanMessage("And|a"),
     ]
     # An artifact that cannot be stored: without a checkpointer.
-    agent = make_agent(server, Orderer(block_size=BLOCK, strict=True), tools=(), checkpointer=None, repeat="name")
+    agent = make_agent(server, tools=(), checkpointer=None, repeat="name")
     agent.invoke({"messages": given})
     assert server.sent[-1][1]["content"][1] == image
     assert [each["role"] for each in server.sent[-1]] == ["system", "user", "assistant", "tool", "user"]
@@ -207,7 +224,7 @@ def test_what_is_no_turn_of_ours_is_passed_on_as_it_is(server: ChatServer) -> No
 
 def test_wrong_options_are_refused_at_once() -> None:
     with pytest.raises(TypeError, match="give a Runnable"):
-        CacheOrderMiddleware(Orderer(), retriever=search.func)
+        CacheOrderMiddleware(Orderer(), retriever=finding)
     with pytest.raises(ValueError, match="repeat must be"):
         CacheOrderMiddleware(Orderer(), repeat="never")  # type: ignore[arg-type]
 
@@ -218,28 +235,7 @@ def test_without_langchain_the_import_names_the_extra(python: Any) -> None:
     assert "pip install '.[langchain]' 'langchain>=1,<2'" in done.stderr
 
 
-def reporting(query: str) -> tuple[str, list[Document]]:
-    found = [Document(text_of(name), id=name) for name in query.rpartition("|")[2]]
-    shown = "\n\n".join(each.page_content for each in found)
-    return f"Warehouse report, {len(found)} found:\n{shown}", found
-
-
-def excerpting(query: str) -> tuple[str, list[Document]]:
-    text, found = reporting(query)
-    return text[:-3], found
-
-
-def tool_of(function: Any) -> Any:
-    @tool("search", response_format="content_and_artifact")
-    def made(query: str) -> tuple[str, list[Document]]:
-        """The documents whose names stand behind the bar."""
-        found: tuple[str, list[Document]] = function(query)
-        return found
-
-    return made
-
-
-def test_what_else_a_tool_wrote_stays_where_documents_are_named(server: ChatServer, recorder: Recorder) -> None:
+def test_other_text_of_a_tool_stays_when_documents_are_named(server: ChatServer, recorder: Recorder) -> None:
     agent = make_agent(server, recorder, tools=[tool_of(reporting)], repeat="name")
     ask(agent, "One|ab")
     ask(agent, "Two|bc")
@@ -252,7 +248,7 @@ def test_what_else_a_tool_wrote_stays_where_documents_are_named(server: ChatServ
 
 
 def test_a_result_that_does_not_hold_its_documents_whole_is_sent_as_it_is(server: ChatServer) -> None:
-    agent = make_agent(server, Orderer(block_size=BLOCK, strict=True), tools=[tool_of(excerpting)], repeat="name")
+    agent = make_agent(server, tools=[tool_of(excerpting)], repeat="name")
     ask(agent, "One|ab")
     ask(agent, "Two|ab")
     assert results(server) == [excerpting("|ab")[0]] * 2
@@ -262,8 +258,7 @@ def test_marks_are_in_what_is_sent_and_not_in_the_state(server: ChatServer) -> N
     """At OpenAI, in the parts and in the body's options."""
     rules = CacheRules("mine", minimum_tokens=16, marks=4, ttl_s=1800, ttl="30m", write=1.25, read=0.1)
     orderer = Orderer.for_cloud(rules=rules, builder=PromptBuilder(SYSTEM), clock=lambda: 0.0)
-    retriever = RunnableLambda(lambda question: search.func(question)[1])
-    agent = make_agent(server, orderer, tools=(), retriever=retriever, marks="openai", checkpointer=False)
+    agent = make_agent(server, orderer, tools=(), retriever=RETRIEVER, marks="openai", checkpointer=False)
     for _ in range(6):
         messages = ask(agent, "One|abc")
     contents = [each["content"] for sent in server.sent for each in sent if isinstance(each["content"], list)]

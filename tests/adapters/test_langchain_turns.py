@@ -19,7 +19,7 @@ from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, System
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_openai import ChatOpenAI
-from support.chat_server import BLOCK, ChatServer
+from support.chat_server import BLOCK, ChatServer, chat_server
 from support.conversation_contract import SYSTEM, TURNS, ConversationContract, FrameworkChat, text_of
 from support.framework_contract import Recorder
 
@@ -98,14 +98,15 @@ class GraphChat(FrameworkChat):
         self.config = {"configurable": {"thread_id": "one"}}
         self.state: dict[str, Any] = {"messages": []}
 
+    def asked(self, question: str, names: str) -> Any:
+        return {"messages": [HumanMessage(f"{question}|{names}")]}
+
     def ask(self, question: str, names: str) -> str:
-        asked = {"messages": [HumanMessage(f"{question}|{names}")]}
-        self.state = self.graph.invoke(asked, self.config)
+        self.state = self.graph.invoke(self.asked(question, names), self.config)
         return str(self.state["messages"][-1].content)
 
     async def aask(self, question: str, names: str) -> str:
-        asked = {"messages": [HumanMessage(f"{question}|{names}")]}
-        self.state = await self.graph.ainvoke(asked, self.config)
+        self.state = await self.graph.ainvoke(self.asked(question, names), self.config)
         return str(self.state["messages"][-1].content)
 
     @property
@@ -134,8 +135,6 @@ class TestGraphs(ConversationContract):
 
 @pytest.fixture
 def server() -> Any:
-    from support.chat_server import chat_server
-
     with chat_server() as server:
         yield server
 
@@ -151,7 +150,7 @@ class TestHistoryAwareRetrieval:
         plain = RunnablePassthrough.assign(chat_history=lambda given: turn.questions(given["chat_history"]))
         return plain | aware
 
-    def test_its_documents_stand_behind_the_history(self, server: ChatServer) -> None:
+    def test_its_documents_follow_the_history(self, server: ChatServer) -> None:
         turn = CacheOrderTurn(model(server), Orderer(block_size=BLOCK, strict=True), builder=PromptBuilder(SYSTEM))
         chain = RunnablePassthrough.assign(context=self.chain(server, turn)) | turn
         history: list[Any] = []
@@ -209,8 +208,22 @@ class TestStreams:
         assert "".join(chunk["answer"].content for chunk in chunks[:-1]) == server.answers[-1]["content"]
 
 
+class Listening:
+    """A model that keeps what it was sent last."""
+
+    def __init__(self, usage: Any = None) -> None:
+        self.usage = usage
+        self.sent: list[Any] = []
+        self.given: dict[str, Any] = {}
+        self.runnable = RunnableLambda(self.answer)
+
+    def answer(self, messages: list[Any], **arguments: Any) -> AIMessage:
+        self.sent, self.given = list(messages), arguments
+        return AIMessage("So it is.", usage_metadata=self.usage)
+
+
 class TestHistories:
-    def test_what_is_no_turn_of_ours_is_passed_on_as_it_is(self, server: ChatServer) -> None:
+    def test_what_is_no_turn_of_ours_is_passed_on_as_it_is(self) -> None:
         """Unknown roles, content parts, calls without results, what cannot be sent as JSON."""
 
         class Opaque:
@@ -226,32 +239,27 @@ class TestHistories:
             ToolMessage("found", tool_call_id="call1", artifact=Opaque()),
             HumanMessage("", additional_kwargs={"odd": Opaque()}),
         ]
-        sent: list[Any] = []
-
-        def answer(messages: list[Any]) -> AIMessage:
-            sent[:] = messages
-            return AIMessage("So it is.")
-
-        orderer = Orderer(block_size=BLOCK, strict=True)
-        turn = CacheOrderTurn(RunnableLambda(answer), orderer, builder=PromptBuilder(SYSTEM))
+        orderer, model = Orderer(block_size=BLOCK, strict=True), Listening()
+        turn = CacheOrderTurn(model.runnable, orderer, builder=PromptBuilder(SYSTEM))
         result = turn.invoke({"input": "One?", "chat_history": history, "context": documents("a")})
-        assert all(one is other for one, other in zip(sent, history, strict=False))
-        assert len(sent) == len(history) + 1 == len(history) + len(result["messages"]) - 1
+        assert all(one is other for one, other in zip(model.sent, history, strict=False))
+        assert len(model.sent) == len(history) + 1 == len(history) + len(result["messages"]) - 1
         assert any("another system prompt" in reason for reason in orderer.degraded)
 
     def test_a_question_with_an_image_keeps_it(self) -> None:
         image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-        sent: list[Any] = []
-        turn = CacheOrderTurn(RunnableLambda(lambda messages: sent.extend(messages) or AIMessage("Yes.")), Orderer())
+        model = Listening()
         question = HumanMessage([{"type": "text", "text": "What is it?"}, image], id="q")
-        result = turn.invoke({"messages": [question], "context": documents("a")})
-        text, other = sent[-1].content
+        result = CacheOrderTurn(model.runnable, Orderer()).invoke({"messages": [question], "context": documents("a")})
+        text, other = model.sent[-1].content
         assert text_of("a") in text["text"] and text["text"].endswith("What is it?") and other == image
         assert [each.id for each in result["messages"][:-1]] == ["q"]
 
-    def test_a_model_that_is_none_is_refused_at_once(self) -> None:
+    def test_wrong_options_are_refused_at_once(self) -> None:
         with pytest.raises(TypeError, match="chat model"):
             CacheOrderTurn("gpt-5", Orderer())  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="marks is 'gemini'"):
+            CacheOrderTurn(Listening().runnable, Orderer(), marks="gemini")  # type: ignore[arg-type]
 
     def test_an_answer_of_langchains_own_cache_was_not_served(self) -> None:
         recorder = Recorder(Orderer(block_size=BLOCK, strict=True))
@@ -262,82 +270,53 @@ class TestHistories:
 
 
 class TestMarks:
-    """The content parts of a cloud, in ChatAnthropic's form."""
+    """The content parts of a cloud."""
 
     RULES = CacheRules(
         "mine", minimum_tokens=16, marks=3, lookback_parts=20, ttl_s=3600, ttl="1h", write=1.25, read=0.1
     )
 
-    def test_marks_are_those_of_the_orderer(self) -> None:
+    @pytest.mark.parametrize("form", [True, "openai", "bedrock"])
+    def test_marks_are_those_of_the_orderer_in_the_form_of_the_model(self, form: Any) -> None:
         builder = PromptBuilder(SYSTEM)
         orderer = Orderer.for_cloud(rules=self.RULES, model="mine", builder=builder, clock=lambda: 0.0)
-        sent: list[Any] = []
         details = {"cache_read": 0, "cache_creation": 0, "ephemeral_1h_input_tokens": 0}
-
-        def answer(messages: list[Any]) -> AIMessage:
-            sent[:] = messages
-            usage: Any = {"input_tokens": 500, "output_tokens": 5, "total_tokens": 505, "input_token_details": details}
-            return AIMessage("So it is.", usage_metadata=usage)
-
-        turn = CacheOrderTurn(RunnableLambda(answer), orderer, builder=builder, marks=True)
-        marked: list[list[Any]] = []
+        model = Listening(
+            {"input_tokens": 500, "output_tokens": 5, "total_tokens": 505, "input_token_details": details}
+        )
+        turn = CacheOrderTurn(model.runnable, orderer, builder=builder, marks=form)
+        texts = [f"[{number_label(text_of(name))}]\n{text_of(name)}\n\n" for name in "abc"]
+        plain = [{"type": "text", "text": text} for text in (*texts, "Question: One?")]
         for _ in range(6):
             result = turn.invoke({"input": "One?", "context": documents("abc")})
-            parts = sent[-1].content
-            assert [part["text"] for part in parts[:-1]] == [
-                f"[{number_label(text_of(name))}]\n{text_of(name)}\n\n" for name in "abc"
-            ]
-            assert (parts[-1]["type"], parts[-1]["text"]) == ("text", "Question: One?")
-            marked.append([part["cache_control"] for part in parts if "cache_control" in part])
-            assert all("cache_control" not in part for part in result["messages"][0].content)
-        assert {"type": "ephemeral", "ttl": "1h"} in marked[-1] and len(marked[-1]) <= 3
+            assert result["messages"][0].content == plain, "without marks"
+        sent = model.sent[-1].content
+        assert [{"type": "text", "text": part["text"]} for part in sent if "text" in part] == plain
+        places = [place for place, part in enumerate(sent) if part not in plain]
+        assert places and len(places) <= 3
+        marked = [sent[place] for place in places]
+        if form == "bedrock":
+            assert places[0] > 0
+            assert all(part == {"cachePoint": {"type": "default", "ttl": "1h"}} for part in marked)
+        elif form == "openai":
+            assert all(part["prompt_cache_breakpoint"] == {"mode": "explicit"} for part in marked)
+        else:
+            assert {"type": "ephemeral", "ttl": "1h"} in [part["cache_control"] for part in marked]
+        options = {"prompt_cache_options": {"mode": "explicit", "ttl": "1h"}} if form == "openai" else {}
+        assert model.given == options
         # A later turn replays the parts, without their marks.
-        given = [dict(part) for part in result["messages"][0].content]
         turn.invoke({"input": "Two?", "chat_history": result["messages"], "context": documents("d")})
-        assert [part["text"] for part in sent[1].content] == [part["text"] for part in given]
-        assert result["messages"][0].content == given
+        assert [part["text"] for part in model.sent[1].content if "text" in part] == [part["text"] for part in plain]
+        assert result["messages"][0].content == plain
 
     def test_without_them_content_is_a_text(self) -> None:
         orderer = Orderer.for_cloud(rules=self.RULES, model="mine")
-        turn = CacheOrderTurn(RunnableLambda(lambda _: AIMessage("Yes.")), orderer)
+        turn = CacheOrderTurn(Listening().runnable, orderer)
         assert isinstance(turn.invoke({"input": "?", "context": documents("ab")})["messages"][0].content, str)
         (reason,) = orderer.degraded
         assert "marks=" in reason
         turn.invoke({"input": "?", "context": documents("ab")})
         assert len(orderer.degraded) == 1
-
-    @pytest.mark.parametrize("form", ["openai", "bedrock"])
-    def test_in_the_form_of_the_model(self, form: Any) -> None:
-        builder = PromptBuilder(SYSTEM)
-        orderer = Orderer.for_cloud(rules=self.RULES, model="mine", builder=builder, clock=lambda: 0.0)
-        sent: list[Any] = []
-        given: list[dict[str, Any]] = []
-
-        def answer(messages: list[Any], **arguments: Any) -> AIMessage:
-            sent[:] = messages
-            given.append(arguments)
-            usage: Any = {"input_tokens": 500, "output_tokens": 5, "total_tokens": 505}
-            return AIMessage("So it is.", usage_metadata=usage)
-
-        turn = CacheOrderTurn(RunnableLambda(answer), orderer, builder=builder, marks=form)
-        for _ in range(6):
-            result = turn.invoke({"input": "One?", "context": documents("abc")})
-        parts = sent[-1].content
-        texts = [part["text"] for part in parts if "text" in part]
-        assert texts == [part["text"] for part in result["messages"][0].content]
-        if form == "openai":
-            marks = [part["prompt_cache_breakpoint"] for part in parts if "prompt_cache_breakpoint" in part]
-            assert marks[:1] == [{"mode": "explicit"}]
-            assert given[-1] == {"prompt_cache_options": {"mode": "explicit", "ttl": "1h"}}
-        else:
-            places = [place for place, part in enumerate(parts) if "cachePoint" in part]
-            assert places and places[0] > 0
-            assert all(parts[place] == {"cachePoint": {"type": "default", "ttl": "1h"}} for place in places)
-            assert given[-1] == {}
-
-    def test_a_form_that_is_none_is_refused_at_once(self) -> None:
-        with pytest.raises(ValueError, match="marks is 'gemini'"):
-            CacheOrderTurn(RunnableLambda(lambda _: AIMessage("")), Orderer(), marks="gemini")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("length", "elsewhere"), [(100, False), (20_000, True)])
@@ -348,6 +327,6 @@ async def test_long_texts_are_read_off_the_event_loop(length: int, elsewhere: bo
         threads.add(get_ident())
         return "a"
 
-    turn = CacheOrderTurn(RunnableLambda(lambda _: AIMessage("Yes.")), Orderer(strict=True), label=label)
+    turn = CacheOrderTurn(Listening().runnable, Orderer(strict=True), label=label)
     await turn.ainvoke({"input": "One?", "context": [Document("x" * length)]})
     assert (get_ident() not in threads) == elsewhere and len(threads) == 1

@@ -53,6 +53,10 @@ async def hook(callback: OrderDocuments, data: dict[str, Any], call_type: str = 
     return await callback.async_pre_call_hook(user_api_key_dict=key, cache=None, data=data, call_type=call_type)
 
 
+def team_of(key: Any) -> Any:
+    return key["team_id"]
+
+
 def event(data: dict[str, Any]) -> dict[str, Any]:
     """What LiteLLM hands to its loggers when the request has ended."""
     metadata = {field: data[field] for field in ("metadata", "litellm_metadata") if field in data}
@@ -116,8 +120,7 @@ class TestHook:
             given = request(names)
             ordered = await hook(callback, given, call_type)
             assert given == request(names), "the caller's is not changed"
-            del ordered["metadata"]
-            assert ordered == request("abc")
+            assert ordered == {**request("abc"), "metadata": ordered["metadata"]}
 
     @pytest.mark.parametrize(
         ("data", "call_type"),
@@ -147,10 +150,12 @@ class TestHook:
         assert ordered["contents"][0] == hello and ordered["contents"][1]["role"] == "user"
         assert ordered["contents"][1]["parts"][0]["text"].startswith("[a]\na") and "messages" not in ordered
 
-    async def test_documents_may_be_tagged(self, orderer: RecordingOrderer) -> None:
-        ordered = await hook(OrderDocuments(orderer), {"messages": [user("Hello")], "ragorder": tag("ab")})
-        assert "ragorder" not in ordered
-        assert [each["content"][:5] for each in ordered["messages"]] == ["Hello", "[a]\na"]
+    async def test_documents_may_be_tagged_with_a_tenant_for_the_engine(self, orderer: RecordingOrderer) -> None:
+        for scope in ({}, {"scope": "acme"}):
+            data = {"messages": [user("Hello")], "ragorder": tag("ab") | scope}
+            ordered = await hook(OrderDocuments(orderer), data)
+            assert "ragorder" not in ordered and ordered.get("cache_salt") == scope.get("scope")
+            assert [each["content"][:5] for each in ordered["messages"]] == ["Hello", "[a]\na"]
 
     async def test_half_a_character_stays_what_it_is(self, callback: OrderDocuments) -> None:
         cut = {name: f"{TEXTS[name]} \ud83d" for name in "abc"}
@@ -160,32 +165,25 @@ class TestHook:
         expected = "\n".join(TEMPLATE.format(id=name, text=cut[name]) for name in "abc")
         assert (ordered["messages"], ordered["user"]) == ([user(expected)], "\udfff")
 
-    async def test_a_malformed_tag_is_a_bad_request(self, callback: OrderDocuments) -> None:
-        with pytest.raises(litellm.BadRequestError, match=r"ragorder\.documents: "):
-            await hook(callback, {"messages": [], "ragorder": {"documents": 1, "query": "?"}})
-
     @pytest.mark.parametrize(
-        ("call_type", "content", "scope"),
+        ("call_type", "content", "tagged", "scope", "words"),
         [
-            ("acompletion", object(), None),
-            ("acompletion", "Hello", lambda key: key["team_id"]),
-            ("aembedding", "Hello", None),
+            ("acompletion", object(), tag("a"), None, "ragorder: "),
+            ("acompletion", "Hello", tag("a"), team_of, "ragorder: "),
+            ("aembedding", "Hello", tag("a"), None, "ragorder: "),
+            ("acompletion", "Hello", {"documents": 1, "query": "?"}, None, r"ragorder\.documents: "),
         ],
-        ids=["an object", "an unknown tenant", "another route"],
+        ids=["an object", "an unknown tenant", "another route", "a malformed tag"],
     )
     async def test_tagged_documents_are_never_left_out(
-        self, call_type: str, content: Any, scope: Any, orderer: RecordingOrderer
+        self, call_type: str, content: Any, tagged: Any, scope: Any, words: str, orderer: RecordingOrderer
     ) -> None:
         callback = OrderDocuments(orderer, scope=scope)
-        with pytest.raises(litellm.BadRequestError, match="ragorder: "):
-            await hook(callback, {"messages": [user(content)], "ragorder": tag("a")}, call_type, key={})
-
-    async def test_the_tenant_of_a_tag_is_the_engines_as_well(self, orderer: RecordingOrderer) -> None:
-        ordered = await hook(OrderDocuments(orderer), {"messages": [], "ragorder": tag("ab") | {"scope": "acme"}})
-        assert ordered["cache_salt"] == "acme"
+        with pytest.raises(litellm.BadRequestError, match=words):
+            await hook(callback, {"messages": [user(content)], "ragorder": tagged}, call_type, key={})
 
     async def test_tenants_share_no_order(self, orderer: RecordingOrderer) -> None:
-        callback = OrderDocuments(orderer, template=DocumentTemplate(TEMPLATE), scope=lambda key: key["team_id"])
+        callback = OrderDocuments(orderer, template=DocumentTemplate(TEMPLATE), scope=team_of)
         for names, team in (("abc", "one"), ("cba", "two"), ("cba", "one")):
             ordered = await hook(callback, {"messages": [user(asked(names))]}, key={"team_id": team})
             assert "cache_salt" not in ordered
@@ -193,8 +191,8 @@ class TestHook:
 
     @pytest.mark.parametrize("field", ["cache_salt", "scope of a tag"])
     async def test_a_caller_without_a_tenant_takes_none(self, field: str, orderer: RecordingOrderer) -> None:
-        """Whatever he calls himself: the order of a tenant's documents would tell what it asked."""
-        callback = OrderDocuments(orderer, template=DocumentTemplate(TEMPLATE), scope=lambda key: key["team_id"])
+        """Whatever the caller gives as a name: the order of a tenant's documents would tell what it asked."""
+        callback = OrderDocuments(orderer, template=DocumentTemplate(TEMPLATE), scope=team_of)
         await hook(callback, {"messages": [user(asked("abc"))]}, key={"team_id": "acme"})
         for name in ("acme", digest_of("acme").hex()):
             if field == "cache_salt":
@@ -234,7 +232,7 @@ class TestHook:
         assert "LiteLLM" in orderer.degraded[0]
 
     async def test_an_unknown_tenant_is_not_taken_for_none(self, orderer: RecordingOrderer) -> None:
-        callback = OrderDocuments(orderer, template=DocumentTemplate(TEMPLATE), scope=lambda key: key["team_id"])
+        callback = OrderDocuments(orderer, template=DocumentTemplate(TEMPLATE), scope=team_of)
         data = {"messages": [user(asked("ab"))]}
         assert await hook(callback, data, key={}) is data
         assert orderer.degraded
@@ -283,12 +281,15 @@ class TestOutcomes:
         assert orderer.finished == [SERVED, SERVED]
         assert "".join(dict.fromkeys(re.findall(r"(\w) is a document", str(cloud.last)))) == "abc"
 
-    async def test_so_is_one_of_gemini(
+    async def test_an_answer_of_gemini_is_reported(
         self, registered: OrderDocuments, orderer: RecordingOrderer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # LiteLLM imports a package for audio here, which its SDK does not install.
         monkeypatch.setitem(sys.modules, "soundfile", ModuleType("soundfile"))
         bodies = []
+
+        def contents(names: str) -> Any:
+            return [{"role": "user", "parts": [{"text": asked(names)}]}]
 
         async def gemini(request: Request) -> JSONResponse:
             bodies.append(await request.json())
@@ -304,15 +305,12 @@ class TestOutcomes:
         with serving() as serve:
             url = serve(Starlette(routes=[Route("/{path:path}", gemini, methods=["POST"])]))
             for names in ("abc", "cba"):
-                given = {
-                    "model": "gemini/gemini-2.5-flash",
-                    "contents": [{"role": "user", "parts": [{"text": asked(names)}]}],
-                }
+                given = {"model": "gemini/gemini-2.5-flash", "contents": contents(names)}
                 data = await hook(registered, given, "agenerate_content")
                 await litellm.google_genai.agenerate_content(**data, api_base=url, api_key="none")
             await wait_for(lambda: len(orderer.finished) == 2)
         assert orderer.finished == [SERVED, SERVED]
-        assert [body["contents"] for body in bodies] == [[{"role": "user", "parts": [{"text": asked("abc")}]}]] * 2
+        assert [body["contents"] for body in bodies] == [contents("abc")] * 2
         assert "ragorder" not in json.dumps(bodies)
 
     async def test_a_failed_request_is_discarded(self, registered: OrderDocuments, orderer: RecordingOrderer) -> None:

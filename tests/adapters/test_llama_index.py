@@ -33,7 +33,7 @@ from llama_index.core.query_engine import RetrieverQueryEngine, TransformQueryEn
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.retrievers import TransformRetriever
 from llama_index.core.schema import ImageNode, IndexNode, MetadataMode, NodeWithScore, QueryBundle, TextNode
-from support.framework_contract import FrameworkContract, Recorder
+from support.framework_contract import FrameworkContract, Recorder, broken
 from support.network import local_connections_only  # noqa: F401
 
 from ragorder import Orderer
@@ -171,36 +171,28 @@ def test_nodes_without_score_and_without_text_are_ordered_like_others(orderer: O
     assert Counter(names(ordered)) == Counter("xabc")
 
 
-@pytest.mark.parametrize(("hidden", "expected"), [([], ["b", "a"]), (["seen"], ["a", "b"])])
-def test_metadata_belong_to_the_text_if_the_model_sees_them(
-    orderer: Orderer, hidden: list[str], expected: list[str]
-) -> None:
+def test_metadata_belong_to_the_text_if_the_model_sees_them(orderer: Orderer) -> None:
     postprocessor = CacheOrderPostprocessor(orderer)
     postprocessor.postprocess_nodes(found("a", "b"))
-    changed = found("b", "a", metadata={"seen": "today"}, excluded_llm_metadata_keys=hidden)
-    assert names(postprocessor.postprocess_nodes(changed)) == expected
+    for hidden, expected in ((["seen"], ["a", "b"]), ([], ["b", "a"])):
+        changed = found("b", "a", metadata={"seen": "today"}, excluded_llm_metadata_keys=hidden)
+        assert names(postprocessor.postprocess_nodes(changed)) == expected
 
 
 class TestScopesShareNothing:
-    @pytest.mark.parametrize("whole", [CacheOrderPostprocessor, CacheOrderRetriever])
-    def test_a_function_names_the_scope_of_a_query(self, orderer: Orderer, whole: Any) -> None:
-        scopes = []
+    @pytest.mark.parametrize("wrapped", [False, True], ids=["postprocessor", "retriever"])
+    def test_a_function_names_the_scope_of_a_query(self, orderer: Orderer, wrapped: bool) -> None:
+        def tenant(query: QueryBundle | None) -> str:
+            return query.custom_embedding_strs[0]  # type: ignore[index, union-attr]
 
-        def tenant(query: QueryBundle | None) -> str | None:
-            scopes.append(query and query.custom_embedding_strs[0])  # type: ignore[index]
-            return scopes[-1]
-
-        def ask(text: str, tenant: str) -> list[str]:
-            bundle = QueryBundle(text, custom_embedding_strs=[tenant])
-            if whole is CacheOrderRetriever:
-                return names(adapter.retrieve(bundle))
-            return names(adapter.postprocess_nodes(found(*text.split()), query_bundle=bundle))
-
-        adapter = whole(*([Fixed()] if whole is CacheOrderRetriever else []), orderer, scope=tenant)
-        ask("a b", "ours")
-        assert ask("b a", "theirs") == ["b", "a"]
-        assert ask("b a", "ours") == ["a", "b"]
-        assert scopes == ["ours", "theirs", "ours"]
+        retriever = CacheOrderRetriever(Fixed(), orderer, scope=tenant)
+        postprocessor = CacheOrderPostprocessor(orderer, scope=tenant)
+        for text, scope, expected in (("a b", "ours", "ab"), ("b a", "theirs", "ba"), ("b a", "ours", "ab")):
+            query = QueryBundle(text, custom_embedding_strs=[scope])
+            given = found(*text.split())
+            nodes = retriever.retrieve(query) if wrapped else postprocessor.postprocess_nodes(given, query_bundle=query)
+            assert names(nodes) == list(expected)
+        assert orderer.fallbacks == 0
 
     def test_a_query_that_is_unknown_is_none(self, orderer: Orderer) -> None:
         asked: list[object] = []
@@ -209,12 +201,8 @@ class TestScopesShareNothing:
         assert orderer.fallbacks == 0
 
 
-def _broken(*_: object) -> Any:
-    raise LookupError("broken")
-
-
-class TestWhatFailsLeavesRetrievalOrder:
-    async def test_an_error_of_the_wrapped_retriever_is_raised_as_it_is(self, orderer: Orderer) -> None:
+class TestTheRetrieverWrapsAnother:
+    async def test_its_error_is_raised_as_it_is(self, orderer: Orderer) -> None:
         class Broken(Fixed):
             def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
                 raise LookupError("no index")
@@ -226,8 +214,6 @@ class TestWhatFailsLeavesRetrievalOrder:
             await retriever.aretrieve("a")
         assert orderer.fallbacks == 0
 
-
-class TestTheRetrieverWrapsAnother:
     @pytest.mark.parametrize(
         "query", ["c b a", QueryBundle("c b a", custom_embedding_strs=["x"])], ids=["str", "bundle"]
     )
@@ -262,7 +248,9 @@ class TestTheRetrieverWrapsAnother:
 
         assert names(CacheOrderRetriever(Bare(), orderer).retrieve("?")) == ["a"]
 
-    async def test_what_a_node_stands_for_is_looked_up_by_the_wrapped_retriever_alone(self, orderer: Orderer) -> None:
+    async def test_the_object_of_an_index_node_is_looked_up_by_the_wrapped_retriever_only(
+        self, orderer: Orderer
+    ) -> None:
         deeper = IndexNode(id_="inner", text="", index_id="inner", obj=TextNode(id_="never", text=""))
 
         class Indexed(Fixed):
@@ -300,13 +288,10 @@ class TestInAQueryEngine:
 
 
 class TestSerialisation:
-    def test_it_says_its_class_and_nothing_of_the_orderer(self, orderer: Orderer) -> None:
-        postprocessor = CacheOrderPostprocessor(orderer, key=_broken, scope="a tenant")
-        assert postprocessor.to_dict() == {"class_name": "CacheOrderPostprocessor"}
-        assert json.loads(postprocessor.to_json()) == postprocessor.to_dict()
-
-    def test_what_is_read_again_is_given_an_orderer(self, orderer: Orderer) -> None:
-        data = CacheOrderPostprocessor(orderer).to_dict()
+    def test_data_hold_nothing_of_the_orderer_which_is_given_again(self, orderer: Orderer) -> None:
+        postprocessor = CacheOrderPostprocessor(orderer, key=broken, scope="a tenant")
+        data = postprocessor.to_dict()
+        assert data == json.loads(postprocessor.to_json()) == {"class_name": "CacheOrderPostprocessor"}
         again = CacheOrderPostprocessor.from_dict(data, orderer=orderer)
         again.postprocess_nodes(found("a", "b"))
         assert names(again.postprocess_nodes(found("b", "a"))) == ["a", "b"]
@@ -321,6 +306,7 @@ class TestSerialisation:
         assert names(copy.deepcopy(CacheOrderRetriever(Fixed(), orderer)).retrieve("b a")) == ["a", "b"]
 
 
+NO_NUMBERS, NUMBERS = (True, None, None, None), (True, 32, 57, 50)
 USAGE = SimpleNamespace(prompt_tokens=50, total_tokens=57, prompt_tokens_details=SimpleNamespace(cached_tokens=32))
 
 
@@ -353,10 +339,7 @@ class Streaming(Reporting):
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> Any:
-        def stream() -> Iterator[CompletionResponse]:
-            yield from self.pieces(prompt)
-
-        return stream()
+        return self.pieces(prompt)
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> Any:
@@ -382,7 +365,7 @@ class TestFeedback:
         engine = engine_of(recorder, Reporting(), wrapped=wrapped)
         engine.query("a b")
         await engine.aquery("b a")
-        assert recorder.finished == [(True, 32, 57, 50)] * 2
+        assert recorder.finished == [NUMBERS] * 2
         assert not feedback.open_spans
 
     def test_a_chat_is_a_request_too(self, recorder: Recorder) -> None:
@@ -392,7 +375,7 @@ class TestFeedback:
         # A thread of LlamaIndex's reads the stream for the history meanwhile.
         streamed = ContextChatEngine.from_defaults(Fixed(), llm=Streaming(), **options).stream_chat("a b")
         assert "".join(streamed.response_gen)
-        assert recorder.finished == [(True, 32, 57, 50)] * 2
+        assert recorder.finished == [NUMBERS] * 2
 
     def test_what_was_asked_before_there_were_documents_does_not_count(self, recorder: Recorder) -> None:
         @get_dispatcher().span
@@ -403,16 +386,14 @@ class TestFeedback:
 
         ask()
         TransformQueryEngine(engine_of(recorder, Reporting()), HyDEQueryTransform(llm=Reporting())).query("a")
-        assert recorder.finished == [(True, 32, 57, 50)] * 2
+        assert recorder.finished == [NUMBERS] * 2
 
-    def test_several_prompts_for_one_ordering_have_no_numbers(self, recorder: Recorder) -> None:
+    def test_several_prompts_or_several_orderings_in_one_request_have_no_numbers(self, recorder: Recorder) -> None:
         engine_of(recorder, Reporting(), response_mode="refine").query("a b")
-        assert recorder.finished == [(True, None, None, None)]
-
-    def test_several_orderings_in_one_request_have_none_either(self, recorder: Recorder) -> None:
+        assert recorder.finished == [NO_NUMBERS]
         postprocessor = CacheOrderPostprocessor(recorder)
         engine_of(recorder, Reporting(), node_postprocessors=[postprocessor, postprocessor]).query("a b")
-        assert recorder.finished == [(True, None, None, None)] * 2
+        assert recorder.finished == [NO_NUMBERS] * 3
 
     @pytest.mark.parametrize("raw", [None, {}, SimpleNamespace(usage=None), SimpleNamespace(usage={"x": "y"})])
     def test_an_engine_that_reports_nothing_says_that_it_served(self, recorder: Recorder, raw: Any) -> None:
@@ -422,7 +403,7 @@ class TestFeedback:
                 return CompletionResponse(text="", raw=raw)
 
         engine_of(recorder, Silent()).query("a")
-        assert recorder.finished == [(True, None, None, None)]
+        assert recorder.finished == [NO_NUMBERS]
 
     async def test_a_request_that_failed_is_discarded(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
         engine = engine_of(recorder, Reporting())
@@ -442,11 +423,11 @@ class TestFeedback:
 
         with pytest.raises(LookupError, match="nobody"):
             ask()
-        assert recorder.finished == [(True, 32, 57, 50)]
+        assert recorder.finished == [NUMBERS]
 
     def test_outside_any_request_an_ordering_counts_as_served_at_once(self, recorder: Recorder) -> None:
         CacheOrderRetriever(Fixed(), recorder).retrieve("a")
-        assert recorder.finished == [(True, None, None, None)]
+        assert recorder.finished == [NO_NUMBERS]
 
     def test_a_chat_model_that_completes_counts_once(self, recorder: Recorder) -> None:
         class Chatting(Reporting):
@@ -458,7 +439,7 @@ class TestFeedback:
                 return super().chat(messages, **kwargs)
 
         engine_of(recorder, Chatting()).query("a")
-        assert recorder.finished == [(True, 32, 57, 50)]
+        assert recorder.finished == [NUMBERS]
 
     async def test_concurrent_requests_get_their_own_numbers(
         self, recorder: Recorder, feedback: FeedbackHandler
@@ -492,18 +473,18 @@ class TestStreamedAnswers:
         text = next(pieces)
         assert recorder.finished == []
         assert shown(text + "".join(pieces)) == ["a", "b"]
-        assert recorder.finished == [(True, 32, 57, 50)]
+        assert recorder.finished == [NUMBERS]
         response = await streaming(recorder, Streaming()).aquery("a b")
         assert len(recorder.finished) == 1
         assert shown("".join([piece async for piece in response.response_gen])) == ["a", "b"]
-        assert recorder.finished == [(True, 32, 57, 50)] * 2
+        assert recorder.finished == [NUMBERS] * 2
         assert not feedback.open_spans and not feedback.open_answers
         assert recorder.degraded == []
 
     def test_without_usage_count_and_degrade_the_orderer(self, recorder: Recorder) -> None:
         response: Any = streaming(recorder, Streaming().model_copy(update={"include_usage": False})).query("a")
         assert "".join(response.response_gen)
-        assert recorder.finished == [(True, None, None, None)]
+        assert recorder.finished == [NO_NUMBERS]
         assert len(recorder.degraded) == 1 and "include_usage" in recorder.degraded[0]
 
     @pytest.mark.parametrize(("breaks_at", "served"), [(0, False), (1, True)])
@@ -561,9 +542,8 @@ class TestStreamedAnswers:
         assert feedback.open_answers == 0
 
     def test_of_several_prompts_have_no_numbers(self, recorder: Recorder) -> None:
-        engine = streaming(recorder, Streaming(), response_mode="refine")
-        list(engine.query("a b").response_gen)
-        assert recorder.finished == [(True, None, None, None)]
+        list(streaming(recorder, Streaming(), response_mode="refine").query("a b").response_gen)
+        assert recorder.finished == [NO_NUMBERS]
 
     def test_after_which_the_request_fails_count_for_nothing(self, recorder: Recorder) -> None:
         kept = []
@@ -587,7 +567,7 @@ class TestStreamedAnswers:
             assert recorder.finished == []
 
         ask()
-        assert recorder.finished == [(True, 32, 57, 50)]
+        assert recorder.finished == [NUMBERS]
 
     def test_models_that_call_their_base_count_once(self, recorder: Recorder) -> None:
         class Chatting(Streaming):
@@ -595,9 +575,8 @@ class TestStreamedAnswers:
             def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> Any:
                 return super().stream_complete(prompt, formatted, **kwargs)
 
-        engine = streaming(recorder, Chatting())
-        assert "".join(engine.query("a").response_gen)
-        assert recorder.finished == [(True, 32, 57, 50)]
+        assert "".join(streaming(recorder, Chatting()).query("a").response_gen)
+        assert recorder.finished == [NUMBERS]
 
     @pytest.mark.parametrize("copied", [copy.deepcopy, lambda handler: pickle.loads(pickle.dumps(handler))])  # noqa: S301
     def test_copies_of_the_handler_follow_nothing_yet(
