@@ -1,4 +1,4 @@
-"""Real engines behind one proxy, in processes that are killed: what they have cached together, and what is lost."""
+"""Real engines of one proxy, in processes that are killed: what they have cached together, and what is lost."""
 
 from __future__ import annotations
 
