@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
@@ -82,23 +83,14 @@ class TestTheFacts:
 CHUNK = {"choices": [{"text": "yes", "finish_reason": "stop"}]}
 
 
-class Response:
+class Response(nullcontext[Any]):
     """A stream of one chunk."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+    def __init__(self) -> None:
+        super().__init__(self)
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         yield CHUNK
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        pass
 
     async def __aiter__(self) -> AsyncIterator[Mapping[str, Any]]:
         yield CHUNK
