@@ -79,6 +79,10 @@ class TestTheFacts:
         show = "from ragorder.adapters.request_facts import tenant_digest as f; print(f('red'))"
         assert python("-c", show).stdout.strip() not in ("", tenant_digest("red"))
 
+    @pytest.mark.parametrize("params", ["text", [1], {"ragorder": 7}, {"ragorder": None}], ids=ascii)
+    def test_leave_alone_what_they_cannot_be_added_to(self, params: Any) -> None:
+        assert with_facts({"kv_transfer_params": params}, [7], "red") == {"kv_transfer_params": params}
+
 
 CHUNK = {"choices": [{"text": "yes", "finish_reason": "stop"}]}
 
