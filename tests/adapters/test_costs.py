@@ -62,9 +62,7 @@ class TestCosts:
         assert (cost.money, cost.uncached_money) == pytest.approx((paid * 4 / 1e6, plain * 4 / 1e6))
         assert cost.saved_money == pytest.approx((plain - paid) * 4 / 1e6)
         assert (cost.currency, cost.prices_date) == ("EUR", "2027-01-01")
-
-    def test_of_retrieval_order_are_predicted(self) -> None:
-        cost, *_ = costs()
+        # Those of retrieval order are predicted.
         assert cost.other_tokens is not None and cost.other_money is not None
         assert cost.tokens < cost.other_tokens < 1.3 * cost.uncached_tokens
 
@@ -92,13 +90,13 @@ class TestCosts:
         cost = read(metrics).cost
         assert cost is not None and cost.share < 1 and cost.money is None
 
-    def test_no_label_has_anything_of_a_document(self) -> None:
+    def test_labels_show_no_document(self) -> None:
         metrics = Metrics()
         serve(observed(metrics))
         page = prometheus_client.generate_latest(metrics.registry).decode()
         assert 'ragorder_cost_tokens_total{order="uncached"}' in page and "secret" not in page
 
-    def test_what_others_may_read_is_known_of_either_order(self) -> None:
+    def test_both_orders_know_what_others_may_read(self) -> None:
         for readable in (False, True):
             orderer = observed(Metrics())
             first = orderer.order(DOCUMENTS[:5])
@@ -126,7 +124,7 @@ class TestStats:
         assert json.loads(as_json.stdout)["cost"]["saved_money"] == pytest.approx(cost.saved_money)
 
     @pytest.mark.parametrize(("price", "said"), [(4000.0, "3.60 EUR more than without"), (0.01, "as much as without")])
-    def test_a_first_request_costs_more_which_is_said_so(self, price: float, said: str) -> None:
+    def test_the_command_says_that_a_first_request_costs_more(self, price: float, said: str) -> None:
         metrics = Metrics()
         serve(observed(metrics, Prices("2027-01-01", "EUR", {"claude-opus-5": price})), times=1)
         with PageServer(lambda *_: (200, prometheus_client.generate_latest(metrics.registry))) as server:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import signal
 import threading
 import time
@@ -23,7 +24,7 @@ from ragorder.common.counts import Estimate
 pytest.importorskip("starlette")
 
 from support.bodies import Bodies
-from support.requests import TEMPLATE
+from support.requests import TEMPLATE, tag, tagged, user
 from support.rings import grid, length
 
 from ragorder.adapters.http_server.errors import HTTPError
@@ -121,7 +122,7 @@ class TestValues:
         bodies = make()
         for order in ("ab", "ba"):
             content = "".join(document(name, name * 400) for name in order)
-            sent = bodies.forwarded({**names, "messages": [{"role": "user", "content": content}]})
+            sent = bodies.forwarded({**names, "messages": [user(content)]})
         assert sent["messages"][0]["content"].startswith(document("a", "a" * 400))
         assert sent.keys() == {*names, "messages"}
 
@@ -181,9 +182,7 @@ class TestLoneSurrogates:
 
     @pytest.mark.parametrize("cut", CUT, ids=ascii)
     def test_tagged_ones_reach_the_prompt(self, cut: str) -> None:
-        documents = [{"id": name, "text": name + cut} for name in "ab"]
-        body = {"messages": [], "ragorder": {"documents": documents, "query": cut + "?"}}
-        (message,) = make().forwarded(body)["messages"]
+        (message,) = make().forwarded(tagged("ab", cut + "?", texts={name: name + cut for name in "ab"}))["messages"]
         assert [each in message["content"] for each in ("a" + cut, "b" + cut, cut + "?")] == [True] * 3
 
     @pytest.mark.parametrize("cut", [b"\\ud83d", b"\\uD83D"])
@@ -197,16 +196,16 @@ class TestLoneSurrogates:
     def test_characters_that_stand_for_them_inside_stay_what_they_are(self, own: str) -> None:
         bodies = make()
         for order in ("ab", "ba"):
-            body = {"messages": [{"role": "user", "content": told(own, order)}]}
+            body = {"messages": [user(told(own, order))]}
             assert bodies.forwarded(body)["messages"][0]["content"] == told(own)
-        mixed = json.dumps({"messages": [{"role": "user", "content": told(own + "\ud83d")}]}).encode()
+        mixed = json.dumps({"messages": [user(told(own + "\ud83d"))]}).encode()
         assert make().ordered(mixed) == mixed
 
     def test_parts_of_a_message_are_told_apart(self) -> None:
         bodies = make()
         for order in ("ab", "ba"):
             parts = [{"type": "text", "text": document(name, name * 400 + "\ud800")} for name in order]
-            sent = bodies.forwarded({"messages": [{"role": "user", "content": parts}]})
+            sent = bodies.forwarded({"messages": [user(parts)]})
         texts = [each["text"] for each in sent["messages"][0]["content"]]
         assert texts == [document(name, name * 400 + "\ud800") for name in "ab"]
 
@@ -226,7 +225,7 @@ class TestTheTag:
     def tag(self, fields: str) -> bytes:
         return f'{{"ragorder":{{"query":"q","documents":[],{fields}}}}}'.encode()
 
-    def test_the_first_unknown_field_is_the_last_that_is_looked_at(self) -> None:
+    def test_reading_stops_at_the_first_unknown_field(self) -> None:
         bodies = make()
         few, many = (self.tag(",".join(f'"s{n:x}":0' for n in range(count))) for count in (10, 60_000))
         tracemalloc.start()
@@ -297,11 +296,11 @@ class TestWhatIsKept:
         return f"secret{number} " * words
 
     def tagged(self, text: str, scope: str | None = None) -> bytes:
-        tag = {"documents": [{"id": "1", "text": text}, {"id": "2", "text": "two"}], "query": "q"}
-        return json.dumps({"messages": [], "ragorder": tag | ({} if scope is None else {"scope": scope})}).encode()
+        given = tag("12", "q", {"1": text, "2": "two"}) | ({} if scope is None else {"scope": scope})
+        return json.dumps({"messages": [], "ragorder": given}).encode()
 
     def written(self, text: str, scope: str | None = None) -> bytes:
-        body: dict[str, Any] = {"messages": [{"role": "user", "content": document(1, text) + document(2, "two")}]}
+        body: dict[str, Any] = {"messages": [user(document(1, text) + document(2, "two"))]}
         return json.dumps(body | ({} if scope is None else {"cache_salt": scope})).encode()
 
     @pytest.mark.parametrize("exact", [True, False], ids=["tokenizer", "estimated"])
@@ -315,7 +314,7 @@ class TestWhatIsKept:
         assert "secret" not in held_by(bodies)
 
     @pytest.mark.parametrize("kind", ["tagged", "written"])
-    def test_another_tenants_text_is_counted_anew(self, kind: str) -> None:
+    def test_another_tenants_text_is_counted_again(self, kind: str) -> None:
         tokenizer = Counting()
         bodies = make(tokenizer=tokenizer)
 
@@ -376,34 +375,25 @@ class TestWhatIsKept:
 
 
 class TestKept:
-    def test_the_least_recently_used_goes_first(self) -> None:
-        kept: LRUCache[int] = LRUCache(2)
-        kept.put("a", 1)
-        kept.put("b", 2)
-        assert kept.get("a") == 1
-        kept.put("c", 3)
-        assert [kept.get(key) for key in "abc"] == [1, None, 3]
-
-    def test_bytes_are_bounded(self) -> None:
-        kept: LRUCache[int] = LRUCache(100, 10)
-        for number in range(5):
-            kept.put(number, number, 4)
-            assert kept.used <= 10
-        assert [kept.get(number) for number in range(5)] == [None, None, None, 3, 4]
-        # What is larger than all is not kept.
-        kept.put("a", 1, 11)
-        assert (kept.get("a"), kept.used) == (None, 8)
-
-    def test_a_value_that_is_put_again_counts_once(self) -> None:
-        kept: LRUCache[int] = LRUCache(100, 10)
-        for value in range(5):
-            kept.put("a", value, 8)
-        assert (kept.get("a"), kept.used, len(kept)) == (4, 8, 1)
-
-    def test_of_no_size_it_keeps_nothing(self) -> None:
-        kept: LRUCache[int] = LRUCache(0)
-        kept.put("a", 1)
-        assert (kept.get("a"), len(kept)) == (None, 0)
+    @pytest.mark.parametrize("entries", [0, 1, 3, 100])
+    def test_bounds_hold_and_the_least_recently_used_goes_first(self, entries: int) -> None:
+        """A step reads a key, or puts a value that is its own size."""
+        draw, kept = random.Random(entries), LRUCache[int](entries, 10)
+        model: list[tuple[int, int]] = []
+        for _ in range(1000):
+            key, size = draw.randrange(6), draw.choice([None, *range(12)])
+            found = [each for each in model if each[0] == key]
+            model = [each for each in model if each[0] != key]
+            if size is None:
+                assert kept.get(key) == (found[0][1] if found else None)
+                model += found
+            else:
+                kept.put(key, size, size)
+                # What is larger than all is not kept.
+                model += [(key, size)] if size <= 10 else []
+            while len(model) > entries or sum(size for _, size in model) > 10:
+                model.pop(0)
+            assert (len(kept), kept.used) == (len(model), sum(size for _, size in model))
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -443,13 +433,9 @@ HOSTILE = {
     "no documents": repeated("0", MIB // 2, IN_DOCUMENTS),
     "empty documents": repeated("{}", MIB // 3, IN_DOCUMENTS),
     "lists in the tag": b'{"ragorder":' + b"[" * (MIB // 2) + b"]" * (MIB // 2) + b"}",
-    "a long text": json.dumps(
-        {"ragorder": {"documents": [{"id": "", "text": "[<|a" * 240_000}], "query": ""}}
-    ).encode(),
+    "a long text": json.dumps({"ragorder": tag("a", "", {"a": "[<|a" * 240_000})}).encode(),
     "names in a message": json.dumps({"messages": [{f"{number:x}": 0 for number in range(MIB // 11)}]}).encode(),
-    "documents": json.dumps(
-        {"messages": [{"role": "user", "content": "".join(document(n, "") for n in range(MIB // 36))}]}
-    ).encode(),
+    "documents": json.dumps({"messages": [user("".join(document(n, "") for n in range(MIB // 36)))]}).encode(),
 }
 
 
@@ -484,7 +470,7 @@ class TestLengthsByScript:
     def test_each_script_has_its_own(self, letter: str, least: int, most: int) -> None:
         bodies = Bodies("<d>{text}</d>")
         content = "".join(f"<d>{n}{letter * 100}</d>" for n in (1, 2))
-        for body in ({"messages": [{"role": "user", "content": content}]}, tagged_with(letter * 100)):
+        for body in ({"messages": [user(content)]}, tagged("ab", "?", texts=dict.fromkeys("ab", letter * 100))):
             for document in bodies.found(body).documents:
                 # The marks have a few.
                 assert least <= document.token_count <= most + 8
@@ -497,15 +483,10 @@ class TestLengthsByScript:
         for number in range(12):
             texts = [f"{number}{n}" + letter * (1000 + 50 * n) for n in range(4)]
             content = "".join(f"<d>{text}</d>" for text in texts)
-            parsed = bodies.found({"messages": [{"role": "user", "content": content}]})
+            parsed = bodies.found({"messages": [user(content)]})
             counts.append(parsed.documents[0].token_count)
             count = round(tokens * sum(map(len, texts))) + 20
             bodies.answer(bodies.order(parsed), usage={"prompt_tokens": count, "completion_tokens": 1})
         # Latin lengths are the orderer's to learn.
         expected = 250 if letter == "a" else 1000 * tokens
         assert counts[-1] == pytest.approx(expected, rel=0.1)
-
-
-def tagged_with(text: str) -> dict[str, Any]:
-    documents = [{"id": id, "text": text} for id in "ab"]
-    return {"messages": [], "ragorder": {"documents": documents, "query": "?"}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from support.cloud import CACHED, COMPLETION, PROMPT, Cloud
-from support.requests import TEMPLATE, TEXTS, RecordingOrderer, asked, names_in, tag
+from support.requests import TEMPLATE, TEXTS, RecordingOrderer, asked, names_in, tag, user
 from support.rings import grid
 from support.serving_app import serving
 from support.waiting import eventually
@@ -48,7 +49,7 @@ def orderer() -> RecordingOrderer:
 
 @pytest.fixture
 def start(cloud: Cloud, orderer: Orderer, serve: Callable[[Any], str]) -> Callable[..., str]:
-    """Starts proxies in front of the far end."""
+    """Starts proxies of the far end."""
 
     def start(**options: Any) -> str:
         options = {"upstream": serve(cloud), "template": DocumentTemplate(TEMPLATE), "api_key": KEY} | options
@@ -59,13 +60,26 @@ def start(cloud: Cloud, orderer: Orderer, serve: Callable[[Any], str]) -> Callab
 
 class TestAnthropic:
     @pytest.fixture
-    def client(self, start: Callable[..., str]) -> Iterator[Any]:
-        anthropic = pytest.importorskip("anthropic")
-        with anthropic.Anthropic(base_url=start(), api_key=KEY, max_retries=0) as client:
-            yield client
+    def anthropic(self) -> Any:
+        return pytest.importorskip("anthropic")
+
+    @pytest.fixture
+    def connect(self, anthropic: Any, start: Callable[..., str]) -> Iterator[Callable[..., Any]]:
+        """Clients of proxies with these options."""
+        with ExitStack() as until_done:
+
+            def connect(key: str = KEY, **options: Any) -> Any:
+                client = anthropic.Anthropic(base_url=start(**options), api_key=key, max_retries=0)
+                return until_done.enter_context(client)
+
+            yield connect
+
+    @pytest.fixture
+    def client(self, connect: Callable[..., Any]) -> Any:
+        return connect()
 
     def ask(self, names: str, **fields: Any) -> dict[str, Any]:
-        messages = [{"role": "user", "content": asked(names)}]
+        messages = [user(asked(names))]
         return {"model": "claude", "max_tokens": 16, "system": "Be brief.", "messages": messages, **fields}
 
     def test_documents_in_a_message_are_ordered(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
@@ -82,8 +96,9 @@ class TestAnthropic:
         assert (message.usage.output_tokens, message.usage.cache_read_input_tokens) == (COMPLETION, CACHED)
         assert eventually(lambda: orderer.finished == [SERVED])
 
-    def test_errors_of_the_server_are_its_own(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
-        anthropic = pytest.importorskip("anthropic")
+    def test_errors_of_the_server_are_its_own(
+        self, anthropic: Any, client: Any, cloud: Cloud, orderer: RecordingOrderer
+    ) -> None:
         error = {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}, "request_id": "r"}
         cloud.error = 529, error
         with pytest.raises(anthropic.APIStatusError) as caught:
@@ -91,43 +106,29 @@ class TestAnthropic:
         assert (caught.value.status_code, caught.value.body) == (529, error)
         assert eventually(lambda: orderer.finished == [RequestOutcome(False)])
 
-    def test_errors_of_the_proxy_are_in_its_protocol(self, client: Any, start: Callable[..., str]) -> None:
-        anthropic = pytest.importorskip("anthropic")
+    def test_errors_of_the_proxy_are_in_its_protocol(self, anthropic: Any, connect: Callable[..., Any]) -> None:
         with pytest.raises(anthropic.BadRequestError) as caught:
-            client.messages.create(**self.ask("ab"), extra_body={"ragorder": {"documents": 1, "query": "?"}})
+            connect().messages.create(**self.ask("ab"), extra_body={"ragorder": {"documents": 1, "query": "?"}})
         assert caught.value.body["error"]["type"] == "invalid_request_error"
         assert "ragorder.documents" in caught.value.body["error"]["message"]
-        with (
-            anthropic.Anthropic(base_url=start(), api_key="wrong", max_retries=0) as stranger,
-            pytest.raises(anthropic.AuthenticationError) as caught,
-        ):
-            stranger.messages.create(**self.ask("ab"))
+        with pytest.raises(anthropic.AuthenticationError) as caught:
+            connect("wrong").messages.create(**self.ask("ab"))
         assert caught.value.body["error"]["type"] == "authentication_error"
+        nowhere = connect(upstream="http://127.0.0.1:9")
+        for streamed in (False, True):
+            with pytest.raises(anthropic.APIStatusError) as caught:
+                nowhere.messages.create(**self.ask("ab"), stream=streamed)
+            assert (caught.value.status_code, caught.value.body["error"]["type"]) == (502, "api_error")
 
-    def test_a_server_that_is_not_there(self, start: Callable[..., str]) -> None:
-        anthropic = pytest.importorskip("anthropic")
-        url = start(upstream="http://127.0.0.1:9")
-        with anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0) as client:
-            for streamed in (False, True):
-                with pytest.raises(anthropic.APIStatusError) as caught:
-                    client.messages.create(**self.ask("ab"), stream=streamed)
-                assert (caught.value.status_code, caught.value.body["error"]["type"]) == (502, "api_error")
-
-    def test_the_servers_key_does(self, start: Callable[..., str], cloud: Cloud) -> None:
-        anthropic = pytest.importorskip("anthropic")
-        url = start(upstream_api_key="up")
-        with anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0) as client:
-            client.messages.create(**self.ask("ab"))
+    def test_the_servers_key_is_sent(self, connect: Callable[..., Any], cloud: Cloud) -> None:
+        connect(upstream_api_key="up").messages.create(**self.ask("ab"))
         assert cloud.headers[-1]["authorization"] == "Bearer up"
         assert cloud.headers[-1]["anthropic-version"]
 
-    def test_marks_are_set_where_it_sets_none(
-        self, serve: Callable[[Any], str], start: Callable[..., str], cloud: Cloud
-    ) -> None:
-        anthropic = pytest.importorskip("anthropic")
-        with anthropic.Anthropic(base_url=start(marks=True), api_key=KEY, max_retries=0) as client:
-            for names in ("abc", "abd", "bad"):
-                client.messages.create(**self.ask(names))
+    def test_marks_are_set_where_it_sets_none(self, connect: Callable[..., Any], cloud: Cloud) -> None:
+        client = connect(marks=True)
+        for names in ("abc", "abd", "bad"):
+            client.messages.create(**self.ask(names))
         content = cloud.last["messages"][0]["content"]
         assert "".join(each["text"] for each in content) == asked("abd")
         assert any("cache_control" in each for each in content)
@@ -153,7 +154,7 @@ class TestOpenAIResponses:
     def test_documents_in_messages_are_ordered(self, client: Any, cloud: Cloud) -> None:
         for names in ("abc", "cba"):
             parts = [{"type": "input_text", "text": asked(names)}]
-            client.responses.create(model="gpt", input=[{"role": "user", "content": parts}])
+            client.responses.create(model="gpt", input=[user(parts)])
         assert cloud.last["input"][0]["content"][0]["text"] == asked("abc")
 
     def test_streams_are_streams(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
@@ -189,9 +190,8 @@ class TestOpenAIChats:
         options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
         with openai.OpenAI(base_url=f"{start()}/v1", api_key=KEY, max_retries=0) as client:
             for names in ("abc", "cba"):
-                answer = client.chat.completions.create(
-                    model="m", messages=[], extra_body={"ragorder": tag(names)}, **options
-                )
+                tagged = {"model": "m", "messages": [], "extra_body": {"ragorder": tag(names)}}
+                answer = client.chat.completions.create(**tagged, **options)
                 if stream:
                     text = "".join(each.choices[0].delta.content or "" for each in answer if each.choices)
                 else:
@@ -207,11 +207,11 @@ class TestOpenAIChats:
 
         naming = RepeatedDocuments(DocumentTemplate(TEMPLATE))
         with openai.OpenAI(base_url=f"{start(repeated=naming)}/v1", api_key=KEY, max_retries=0) as client:
-            client.chat.completions.create(model="m", messages=[{"role": "user", "content": asked("abc")}])
+            client.chat.completions.create(model="m", messages=[user(asked("abc"))])
             messages: list[Any] = []
             before: list[Any] = []
             for number, names in enumerate(["cba", "bd", "ad"]):
-                messages.append({"role": "user", "content": f"{asked(names)} ({number})"})
+                messages.append(user(f"{asked(names)} ({number})"))
                 reply = client.chat.completions.with_raw_response.create(model="m", messages=messages)
                 assert cloud.last["messages"][: len(before)] == before
                 messages.append({"role": "assistant", "content": reply.parse().choices[0].message.content})
@@ -231,28 +231,17 @@ class TestLiteLLM:
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize(("model", "base"), [("openai/m", "/v1"), ("anthropic/claude-sonnet-4-5", "")])
     def test_chats_and_messages(
-        self,
-        model: str,
-        base: str,
-        stream: bool,
-        litellm: Any,
-        start: Callable[..., str],
-        cloud: Cloud,
-        orderer: RecordingOrderer,
+        self, model: str, base: str, stream: bool, litellm: Any, start: Any, cloud: Cloud, orderer: RecordingOrderer
     ) -> None:
         options = {"api_base": start() + base, "api_key": KEY, "stream": stream, "num_retries": 0, "max_tokens": 16}
         if stream and base:
             options["stream_options"] = {"include_usage": True}
         for names in ("abc", "cba"):
-            answer = litellm.completion(model, [{"role": "user", "content": asked(names)}], **options)
-            text = (
-                "".join(each.choices[0].delta.content or "" for each in answer)
-                if stream
-                else answer.choices[0].message.content
-            )
-            assert text == "yes"
+            answer = litellm.completion(model, [user(asked(names))], **options)
+            pieces = (each.choices[0].delta for each in answer) if stream else [answer.choices[0].message]
+            assert "".join(each.content or "" for each in pieces) == "yes"
         if base:
-            assert cloud.last["messages"] == [{"role": "user", "content": asked("abc")}]
+            assert cloud.last["messages"] == [user(asked("abc"))]
         assert names_in(cloud.last) == "abc"
         assert eventually(lambda: orderer.finished == [SERVED, SERVED])
 
@@ -268,14 +257,8 @@ class TestLiteLLM:
     def test_errors(self, litellm: Any, start: Callable[..., str], cloud: Cloud) -> None:
         cloud.error = 429, {"error": {"message": "slow down", "type": "rate_limit_error"}}
         with pytest.raises(litellm.RateLimitError):
-            litellm.completion(
-                "openai/m",
-                [{"role": "user", "content": asked("ab")}],
-                api_base=f"{start()}/v1",
-                api_key=KEY,
-                num_retries=0,
-                max_retries=0,
-            )
+            options = {"api_base": f"{start()}/v1", "api_key": KEY, "num_retries": 0, "max_retries": 0}
+            litellm.completion("openai/m", [user(asked("ab"))], **options)
 
 
 @pytest.mark.slow
@@ -369,13 +352,8 @@ class TestOnVLLM:
 
         def ask(url: str, content: str) -> tuple[int, int]:
             with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-                request = {
-                    "model": vllm_server.model_name,
-                    "max_output_tokens": 4,
-                    "input": content,
-                    "temperature": 0.0,
-                    "store": False,
-                }
+                request = {"model": vllm_server.model_name, "input": content, "max_output_tokens": 4}
+                request |= {"temperature": 0.0, "store": False}
                 if streamed:
                     *_, last = client.responses.create(**request, stream=True)
                     usage = last.response.usage

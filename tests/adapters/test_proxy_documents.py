@@ -21,7 +21,7 @@ from support.bodies import Bodies
 from support.requests import CHAT, TEMPLATE, TEXTS, assistant, echo, part, post_to, proxy_to, user, written
 
 from ragorder.adapters.observing import ObservedOrderer
-from ragorder.adapters.proxy import DocumentTemplate, TemplateError, make_app
+from ragorder.adapters.proxy import DocumentTemplate, TemplateError
 from ragorder.adapters.proxy.bodies.body import BOUNDARY
 
 
@@ -56,10 +56,10 @@ X, Y = "x" * 398, "y" * 398
 DOCUMENTS = user(written("ab") + "\nWhich?")
 
 
-class TestBehindTheDocuments:
-    """What stands behind the documents takes room in the cache, and displaces others there."""
+class TestAfterTheDocuments:
+    """What follows the documents takes room in the cache, and displaces others there."""
 
-    def behind(self, *messages: Any, tokenizer: Any = None) -> int:
+    def after(self, *messages: Any, tokenizer: Any = None) -> int:
         return WatchedBodies(tokenizer=tokenizer).found({"messages": list(messages)}).suffix_tokens
 
     @pytest.mark.parametrize(
@@ -76,19 +76,19 @@ class TestBehindTheDocuments:
         ids=["nothing", "later messages", "earlier ones", "a system message's", "later parts", "parts", "unreadable"],
     )
     def test_each_text_counts(self, messages: list[Any], tokens: int) -> None:
-        assert self.behind(*messages) == tokens
+        assert self.after(*messages) == tokens
 
     def test_documents_of_later_turns_and_calls_of_tools_count(self) -> None:
         later = user(written("cdef") + "\nAnd now?")
-        assert self.behind(DOCUMENTS, assistant("So."), later) > len(written("cdef")) // 4
+        assert self.after(DOCUMENTS, assistant("So."), later) > len(written("cdef")) // 4
         calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "x" * 400}}]
-        assert self.behind(DOCUMENTS, {"role": "assistant", "content": None, "tool_calls": calls}) > 100
+        assert self.after(DOCUMENTS, {"role": "assistant", "content": None, "tool_calls": calls}) > 100
 
     def test_later_messages_count_with_a_tokenizer(self, tokenizers: dict[str, Any]) -> None:
         tokenizer = tokenizers["chatml"]
-        alone = self.behind(DOCUMENTS, tokenizer=tokenizer)
+        alone = self.after(DOCUMENTS, tokenizer=tokenizer)
         assert alone == len(tokenizer.encode("\nWhich?", add_special_tokens=False))
-        assert self.behind(DOCUMENTS, assistant(X), tokenizer=tokenizer) == alone + 100
+        assert self.after(DOCUMENTS, assistant(X), tokenizer=tokenizer) == alone + 100
 
     def test_the_mirror_makes_room_for_the_history(self) -> None:
         """The mirror holds what the engine holds: long histories leave room for few conversations."""
@@ -135,19 +135,10 @@ class TestDocumentsInParts:
         bodies.served(self.parts("abc", image=image))
         assert bodies.served(self.parts("cab", image=image)) == self.parts("abc", image=image)
 
-    def test_an_image_moves_with_the_document_before_it(self) -> None:
-        bodies = WatchedBodies()
-        body = self.parts("dabc", image=2)
-        bodies.served(body)
-        assert bodies.served(self.parts("dcba", image=2)) == body
-        assert len(bodies.found(body).documents) == 4
-
     def test_several_in_a_part_and_a_text_around_them(self) -> None:
         def body(names: str) -> dict[str, Any]:
-            first, second, third = names
-            return {
-                "messages": [user([part(f"See: {written(first)}"), part(f"{written(second)}\n{written(third)} Hm?")])]
-            }
+            parts = [part(f"See: {written(names[0])}"), part(f"{written(names[1:])} Hm?")]
+            return {"messages": [user(parts)]}
 
         bodies = WatchedBodies()
         bodies.served(body("abc"))
@@ -163,13 +154,13 @@ class TestDocumentsInParts:
         read = WatchedBodies().found({"messages": [user(parts)]})
         assert [each.text for each in read.documents] == [written("b"), written("c")]
 
-    def test_what_stands_in_front_of_them_separates(self) -> None:
+    def test_what_comes_before_them_separates(self) -> None:
         bodies = WatchedBodies()
 
-        def scope(front: Iterable[str]) -> bytes:
-            return bodies.found({"messages": [user([*map(part, front), part(written("a")), part(written("b"))])]}).scope
+        def scope(before: Iterable[str]) -> bytes:
+            return bodies.found({"messages": [user([*map(part, before), *map(part, map(written, "ab"))])]}).scope
 
-        assert len({scope(front) for front in (["x"], ["x", "y"], ["xy"], [])}) == 4
+        assert len({scope(before) for before in (["x"], ["x", "y"], ["xy"], [])}) == 4
 
     def test_with_a_tokenizer_they_are_as_long_as_elsewhere(self, tokenizers: dict[str, Any]) -> None:
         tokenizer = tokenizers["chatml"]
@@ -218,12 +209,6 @@ class TestWithoutDocuments:
         # A counter that fails costs no request.
         assert Bodies(on_passed=lambda reason: 1 / 0).parse(route, content) is None
 
-    def test_requests_with_documents_are_not_counted(self) -> None:
-        bodies = WatchedBodies()
-        bodies.served({"messages": [user(written("ab"))]})
-        bodies.served(tagged("a"))
-        assert bodies.reasons == []
-
     @pytest.mark.parametrize("template", [TEMPLATE, None])
     def test_a_template_that_never_matches_is_said_once(self, template: str | None, said: Said) -> None:
         bodies = WatchedBodies(template)
@@ -241,6 +226,8 @@ class TestWithoutDocuments:
     def test_a_template_that_matched_once_is_not_warned_of(self, said: Said) -> None:
         bodies = WatchedBodies()
         bodies.served({"messages": [user(written("ab"))]})
+        bodies.served(tagged("a"))
+        assert bodies.reasons == [], "requests with documents are not counted"
         for _ in range(40):
             bodies.served({"messages": [user("Hello")]})
         assert said() == []
@@ -287,19 +274,17 @@ class TestOrderedRequestsThatShareNothing:
 
 
 RANKS = [("abc", "123"), ("cab", "123"), ("dcba", "1234")]
+RANKINGS = ["abcd", "bcda", "cdab", "dabc", "badc", "abdc", "acbd", "dcba"] * 2
 
 
 class TestIdsThatAreRanks:
-    """An id that changes with the order stands in front of its text, which is then not found again."""
-
-    def rankings(self) -> list[str]:
-        return ["abcd", "bcda", "cdab", "dabc", "badc", "abdc", "acbd", "dcba"] * 2
+    """An id that changes with the order comes before its text, which is then not found again."""
 
     @pytest.mark.parametrize("mode", ["tagged", "template"])
     @pytest.mark.parametrize("ranks", [True, False], ids=["ranks", "names"])
     def test_ids_that_are_ranks_are_warned_of_once(self, mode: str, ranks: bool, said: Said) -> None:
         bodies = WatchedBodies()
-        for names in self.rankings():
+        for names in RANKINGS:
             ids = [1, 2, 3, 4] if ranks else None
             bodies.served(tagged(names, ids) if mode == "tagged" else {"messages": [user(written(names, ids))]})
         assert len(said()) == ranks
@@ -353,9 +338,7 @@ class TestIdsThatAreRanks:
     @pytest.mark.parametrize(
         "ids", ["1213", "2341", "1235", "0123", ["1", "2", "3", "x"], ["01", "02", "03", "04"]], ids=str
     )
-    def test_ids_that_are_no_numbers_of_places_stay_with_their_documents(
-        self, mode: str, ids: Sequence[str], said: Said
-    ) -> None:
+    def test_ids_that_number_no_places_stay_with_documents(self, mode: str, ids: Sequence[str], said: Said) -> None:
         """Several documents of a source have one number, which is the source's."""
         bodies = WatchedBodies(number_by_place=True)
 
@@ -376,7 +359,7 @@ class TestIdsThatAreRanks:
         assert "numbers of sources" in complaint and "show none" in complaint and "document about" not in complaint
 
     @pytest.mark.parametrize("count", [200, 400])
-    def test_numbers_are_replaced_only_if_the_answer_can_tell_where_documents_stand(self, count: int) -> None:
+    def test_numbers_are_replaced_only_if_the_answer_tells_the_order(self, count: int) -> None:
         bodies = WatchedBodies("<d id={id}>{text}</d>", number_by_place=True)
         texts = [f"{number} is a document about {number}. " * 3 for number in range(count)]
 
@@ -392,7 +375,7 @@ class TestIdsThatAreRanks:
     @pytest.mark.parametrize(("ids", "advice"), [("1234", "x-ragorder-permutation"), ("1213", "would not change them")])
     def test_the_option_is_advised_only_where_it_helps(self, ids: str, advice: str, said: Said) -> None:
         bodies = WatchedBodies()
-        for names in self.rankings():
+        for names in RANKINGS:
             bodies.served({"messages": [user(written(names, ids))]})
         (complaint,) = said()
         assert advice in complaint
@@ -415,9 +398,7 @@ class TestIdsThatAreRanks:
 
     def test_a_template_without_an_id_has_none_to_number(self) -> None:
         with pytest.raises(TemplateError, match=r"needs \{id}"):
-            make_app(
-                Orderer(), upstream="http://far.end", template=DocumentTemplate("<d>{text}</d>"), number_by_place=True
-            )
+            proxy_to(echo, template=DocumentTemplate("<d>{text}</d>"), number_by_place=True)
 
     @pytest.mark.parametrize(
         ("template", "fields", "before", "after"),
@@ -430,9 +411,7 @@ class TestIdsThatAreRanks:
             ("<d>{title}|{text}|{id}</d>", {"id": "", "title": "", "text": ""}, "<d>||", "</d>"),
         ],
     )
-    def test_nothing_of_a_text_is_taken_for_its_id(
-        self, template: str, fields: dict[str, str], before: str, after: str
-    ) -> None:
+    def test_no_text_is_taken_for_its_id(self, template: str, fields: Any, before: str, after: str) -> None:
         parts = DocumentTemplate(template).split(template.format(**fields))
         assert parts == ((before, after), fields["id"])
         assert parts.with_id("12") == f"{before}12{after}"
@@ -443,7 +422,7 @@ Post = Callable[..., httpx2.Response]
 
 @pytest.fixture
 def post() -> Post:
-    """Sends bodies through a proxy in front of `echo`."""
+    """Sends bodies through a proxy to `echo`."""
     return partial(post_to, proxy_to(echo, template=DocumentTemplate(TEMPLATE)))
 
 
@@ -483,9 +462,7 @@ class TestTheOrderThatWasServed:
         assert int(second.headers["x-ragorder-predicted-cached-tokens"]) > 0
         assert second.headers["x-own"] == "1"
         content = second.json()["messages"][-1]["content"]
-        assert [content[content.index(f"[{name}]") :] for name in "abc"] == sorted(
-            (content[content.index(f"[{name}]") :] for name in "abc"), key=len, reverse=True
-        )
+        assert content.index("[a]") < content.index("[b]") < content.index("[c]")
 
     @pytest.mark.parametrize("body", [{"messages": [user("Hello")]}, tagged("")], ids=["untagged", "empty"])
     def test_there_are_no_headers_without_documents(self, body: Any, post: Post) -> None:

@@ -1,4 +1,4 @@
-"""Real engines behind one proxy, in processes that are killed: what they have cached together, and what is lost."""
+"""Real engines of one proxy, in processes that are killed: what they have cached together, and what is lost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tokenizer(model: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def launch(model: Path) -> Iterator[Callable[..., ServeProcess]]:
-    """Starts embedded engines with so many tokens of KV, and no other tier."""
+    """Starts embedded engines with this many tokens of KV, and no other tier."""
     options = ["--model", str(model), "--port", "0", "--profile", "none", "--dtype", "float32", "--policy", "lru"]
     with launching(ServeProcess, *COMMAND, *options, "--host-bytes", "0", OMP_NUM_THREADS="1") as launch:
         yield lambda tokens, *more: launch("--device-tokens", str(tokens), *more)
@@ -60,7 +60,7 @@ def launch(model: Path) -> Iterator[Callable[..., ServeProcess]]:
 
 @pytest.fixture
 def front(serve: Callable[[Any], str], tokenizer: Any) -> Callable[..., str]:
-    """A proxy that orders for these engines, each with so many tokens of KV."""
+    """A proxy that orders for these engines, each with this many tokens of KV."""
 
     def front(*engines: ServeProcess, tokens: int = 8192) -> str:
         options = {"capacity_tokens": tokens, "block_size": 16}

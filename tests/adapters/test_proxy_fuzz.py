@@ -16,21 +16,18 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from support.requests import CHAT, proxy_to
 from support.rings import length
 
 from ragorder import Orderer
 
 pytest.importorskip("starlette")
 
-import httpx2
+from ragorder.adapters.proxy import DocumentTemplate
 
-from ragorder.adapters.proxy import DocumentTemplate, make_app
-
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
 MESSAGES = "/v1/messages"
 RESPONSES = "/v1/responses"
-PATHS = [CHAT, COMPLETIONS, MESSAGES, RESPONSES]
+PATHS = [CHAT, "/v1/completions", MESSAGES, RESPONSES]
 # What the proxy may change.
 CHANGED = {"ragorder", "messages", "prompt", "cache_salt", "input", "instructions", "system", "prompt_cache_key"}
 CLIENTS = 8
@@ -89,14 +86,9 @@ async def ask(app: Any, sent: Sent) -> Got:
         got.status = message.get("status", got.status)
         got.body += message.get("body", b"")
 
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": sent.path,
-        "raw_path": sent.path.encode(),
-        "query_string": b"",
-        "headers": sent.headers or [(b"content-length", b"%d" % len(sent.body))],
-    }
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "query_string": b""}
+    scope |= {"path": sent.path, "raw_path": sent.path.encode()}
+    scope["headers"] = sent.headers or [(b"content-length", b"%d" % len(sent.body))]
     await app(scope, receive, send)
     return got
 
@@ -246,13 +238,7 @@ def check(sent: Sent, got: Got) -> None:
 
 
 def make(orderer: Orderer, **options: Any) -> Any:
-    return make_app(
-        orderer,
-        upstream="http://far.end",
-        template=DocumentTemplate(TEMPLATE),
-        make_transport=lambda: httpx2.ASGITransport(echo),
-        **options,
-    )
+    return proxy_to(echo, orderer, template=DocumentTemplate(TEMPLATE), **options)
 
 
 def fuzzed(examples: int) -> Any:

@@ -45,8 +45,8 @@ TEXTS = {name: f"{name} is a document about {name}. " * 2000 for name in "abc"}
 
 
 class FarEnd(httpx2.AsyncBaseTransport):
-    """The server behind the proxy, which is not there. It answers at once, never on /never, and without end on
-    /endless; `left` counts the answers that were given up."""
+    """The proxy's server, without a network. It answers at once, never on /never, and without end on /endless; `left`
+    counts the answers that were given up."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []

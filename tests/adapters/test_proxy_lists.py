@@ -18,8 +18,6 @@ from support.requests import user
 from support.rings import length
 
 from ragorder.adapters.proxy.bodies.presets import find_templates
-from ragorder.common.counts import estimate_tokens
-from ragorder.eval.engines.sim import SimEngine
 
 FACTS = [f"The user has told about subject {letter * 4}, and would be reminded of it." for letter in "abcdefghijkl"]
 
@@ -54,12 +52,11 @@ HEADINGS = [
 class TestOrdered:
     @pytest.mark.parametrize("heading", HEADINGS)
     @pytest.mark.parametrize("after", ["\n\nBe brief.", "", "\n</memory_context>\nBe brief.", "\n## Rules\nBe brief."])
-    def test_as_it_was_sent_before(self, heading: str, after: str) -> None:
-        reads = bodies()
-        for entries in ("abcd", "dcba", "bdac"):
-            texts = {letter: FACTS["abcd".index(letter)] for letter in "abcd"}
-            body = reads.ordered(system(listed([texts[each] for each in entries], heading, after)))
-            assert json.loads(body) == json.loads(system(listed(FACTS[:4], heading, after)))
+    def test_any_order_is_sent_as_the_first_one(self, heading: str, after: str) -> None:
+        reads, draw = bodies(), random.Random(3)
+        for entries in (FACTS, *(draw.sample(FACTS, len(FACTS)) for _ in range(4))):
+            body = reads.ordered(system(listed(entries, heading, after)))
+            assert json.loads(body) == json.loads(system(listed(FACTS, heading, after)))
 
     @given(data=st.data())
     @settings(max_examples=length(60, 20), deadline=None)
@@ -78,7 +75,7 @@ class TestOrdered:
             sent = json.loads(reads.ordered(system(f"Skills:\n{gap.join(own)}\n\nBe brief.")))
             content = sent["messages"][0]["content"]
             ours = content.removeprefix("Skills:\n").removesuffix("\n\nBe brief.")
-            assert ours == gap.join(entries_in(ours, entries)) and len(ours) == len(gap.join(entries))
+            assert ours == gap.join(sorted(entries, key=ours.index)) and len(ours) == len(gap.join(entries))
 
     @pytest.mark.parametrize("name", ["skill", "memory"])
     def test_elements(self, name: str) -> None:
@@ -94,10 +91,6 @@ class TestOrdered:
         ]
         first, second = (reads.ordered(system(each, "developer")) for each in parts)
         assert json.loads(second) == json.loads(first)
-
-
-def entries_in(text: str, entries: Sequence[str]) -> list[str]:
-    return sorted(entries, key=text.index)
 
 
 class TestLeftAlone:
@@ -138,25 +131,3 @@ class TestLeftAlone:
         for text in ("Memories:\n" * 50_000, "Skills:\n- a\n" * 50_000, "skills" + "- a\n" * 100_000):
             for template in find_templates("memories"):
                 template.find(text)
-
-
-class TestTheSaving:
-    def test_of_twelve_memories_in_any_order(self) -> None:
-        """Cached shares of a simulated vLLM, as they come and in one order."""
-        draw, reads = random.Random(3), bodies()
-        lists = [draw.sample(FACTS, 12) for _ in range(40)]
-        own = [system(listed(each, after="\n\nBe brief. " * 50)) for each in lists]
-        shares = [cached_share(own), cached_share([reads.ordered(each) for each in own])]
-        assert shares[0] < 0.15
-        assert shares[1] > 0.9
-
-
-def cached_share(sent: Sequence[bytes]) -> float:
-    engine = SimEngine(block_size=16, capacity_tokens=100_000)
-    tokens = cached = 0
-    for body in sent:
-        prompt = list(json.loads(body)["messages"][0]["content"].encode())
-        cached += engine.generate(prompt).cached_tokens
-        tokens += len(prompt)
-    assert tokens > estimate_tokens("".join(FACTS))
-    return cached / tokens

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,26 +11,27 @@ pytest.importorskip("starlette")
 
 import httpx2
 from support.bodies import Bodies
-from support.requests import post_to, proxy_to, received
+from support.requests import CHAT, assistant, part, post_to, proxy_to, received, user
 
 from ragorder import Orderer
 from ragorder.adapters.proxy import Fleet, ReplicaAddress
 from ragorder.adapters.proxy.bodies.body import Route
 
 TEXTS = {name: f"{name} is about {name}. " * 20 for name in "abcde"}
-ASK = {"role": "user", "content": "Which?"}
+ASK = user("Which?")
+MESSAGES = "/v1/messages"
 
 
 def block(name: str, kind: str = "document") -> dict[str, Any]:
     if kind == "search_result":
-        content = [{"type": "text", "text": TEXTS[name]}]
+        content = [part(TEXTS[name])]
         return {"type": kind, "source": name, "title": name, "content": content, "citations": {"enabled": True}}
     return {"type": kind, "source": {"type": "text", "media_type": "text/plain", "data": TEXTS[name]}, "title": name}
 
 
-def blocks(names: str, kind: str = "document", *, after: str = "Which?") -> dict[str, Any]:
-    parts = [*(block(name, kind) for name in names), {"type": "text", "text": after}]
-    return {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": parts}]}
+def blocks(names: str, kind: str = "document") -> dict[str, Any]:
+    parts = [*(block(name, kind) for name in names), part("Which?")]
+    return {"model": "m", "max_tokens": 5, "messages": [user(parts)]}
 
 
 def listed(names: str) -> dict[str, Any]:
@@ -40,10 +39,15 @@ def listed(names: str) -> dict[str, Any]:
     return {"model": "m", "documents": documents, "messages": [ASK]}
 
 
+def cohere(names: str) -> dict[str, Any]:
+    return listed("") | {"documents": [{"id": name, "data": {"text": TEXTS[name]}} for name in names]}
+
+
 class Server:
-    """A server that keeps the bodies it gets and cites, by place, what it is told to."""
+    """A server that keeps the bodies it gets and cites, by place, what it is told to; and a proxy of it."""
 
     def __init__(self) -> None:
+        self.proxy = proxy_to(self)
         self.bodies: list[Any] = []
         self.answer: Any = {"content": [{"type": "text", "text": "yes"}], "usage": {"input_tokens": 9}}
         self.stream: list[bytes] = []
@@ -65,13 +69,13 @@ class Server:
 
     def titles(self) -> str:
         """The last body's documents, in the order in which they were sent."""
-        body = self.bodies[-1]
-        if "documents" in body:
-            return "".join(each.get("title") or each["id"] for each in body["documents"])
-        parts = [
-            part for message in body["messages"] if isinstance(message["content"], list) for part in message["content"]
-        ]
-        return "".join(part["title"] for part in parts if part["type"] in ("document", "search_result"))
+        contents = [message["content"] for message in self.bodies[-1]["messages"]]
+        parts = [each for content in contents if isinstance(content, list) for each in content]
+        return "".join(each["title"] for each in parts if each["type"] in ("document", "search_result"))
+
+    def post(self, body: dict[str, Any], path: str = MESSAGES) -> httpx2.Response:
+        """Through the proxy."""
+        return post_to(self.proxy, body, path)
 
 
 @pytest.fixture
@@ -79,59 +83,32 @@ def server() -> Server:
     return Server()
 
 
-Post = Callable[..., httpx2.Response]
-
-
-@pytest.fixture
-def post(server: Server) -> Post:
-    return partial(post_to, proxy_to(server))
-
-
-MESSAGES = "/v1/messages"
-
-
 class TestLists:
-    def test_documents_of_a_chat_extend_the_cached_prefix(self, server: Server, post: Post) -> None:
-        post(listed("abc"), "/v1/chat/completions")
-        response = post(listed("cab"), "/v1/chat/completions")
-        assert server.titles() == "abc"
+    @pytest.mark.parametrize(
+        ("path", "body"), [(CHAT, listed), ("/v2/chat", cohere), ("/cohere/v2/chat", cohere)], ids=str
+    )
+    def test_documents_extend_the_cached_prefix(self, path: str, body: Any, server: Server) -> None:
+        server.post(body("abc"), path)
+        response = server.post(body("cab"), path)
+        assert server.bodies[-1] == body("cab") | {"documents": body("abc")["documents"]}
         assert response.headers["x-ragorder-permutation"] == "1,2,0"
-        assert server.bodies[-1]["documents"] == listed("abc")["documents"]
-        assert server.bodies[-1] == listed("cab") | {"documents": listed("abc")["documents"]}
-
-    @pytest.mark.parametrize("path", ["/v2/chat", "/cohere/v2/chat"])
-    def test_documents_of_cohere_with_ids_do_too(self, path: str, server: Server, post: Post) -> None:
-        def body(names: str) -> dict[str, Any]:
-            documents = [{"id": name, "data": {"text": TEXTS[name]}} for name in names]
-            return {"model": "m", "documents": documents, "messages": [ASK]}
-
-        post(body("abc"), path)
-        post(body("cab"), path)
-        assert server.titles() == "abc"
 
     @pytest.mark.parametrize(
-        "documents",
+        ("path", "documents"),
         [
-            ["one text", "another text"],
-            [{"data": {"text": "one"}}, {"data": {"text": "two"}}],
-            [{"id": "a", "data": {}}, {"id": "a", "data": {}}],
+            # Cohere names these by their places.
+            ("/v2/chat", ["one text", "another text"]),
+            ("/v2/chat", [{"data": {"text": "one"}}, {"data": {"text": "two"}}]),
+            ("/v2/chat", [{"id": "a", "data": {}}, {"id": "a", "data": {}}]),
+            *((CHAT, other) for other in (None, [], [{"text": "one"}], "text", [1, 2], [{"text": "x"}, "y"])),
         ],
-        ids=["texts", "no ids", "equal ids"],
     )
-    def test_documents_that_cohere_names_by_their_places_keep_them(
-        self, documents: list[Any], server: Server, post: Post
-    ) -> None:
-        for listing in (documents, documents[::-1]):
+    def test_others_are_forwarded(self, path: str, documents: Any, server: Server) -> None:
+        for listing in (documents, documents and documents[::-1]):
             body = {"model": "m", "documents": listing, "messages": [ASK]}
-            response = post(body, "/v2/chat")
+            response = server.post(body, path)
             assert server.bodies[-1] == body
             assert "x-ragorder-permutation" not in response.headers
-
-    @pytest.mark.parametrize("documents", [None, [], [{"text": "one"}], "text", [1, 2], [{"text": "x"}, "y"]])
-    def test_other_values_are_forwarded(self, documents: Any, server: Server, post: Post) -> None:
-        body = {"model": "m", "documents": documents, "messages": [ASK]}
-        post(body, "/v1/chat/completions")
-        assert server.bodies[-1] == body
 
 
 @pytest.mark.parametrize(("kind", "name"), [("document", "document_index"), ("search_result", "search_result_index")])
@@ -139,22 +116,17 @@ class TestBlocks:
     def citation(self, name: str, place: int) -> dict[str, Any]:
         return {"type": "char_location", "cited_text": f'"{name}": 1', name: place, "start_char_index": 0}
 
-    def test_they_move_whole_and_answers_cite_what_the_client_sent(
-        self, kind: str, name: str, server: Server, post: Post
-    ) -> None:
-        post(blocks("abc", kind), MESSAGES)
+    def test_they_move_whole_and_answers_cite_what_the_client_sent(self, kind: str, name: str, server: Server) -> None:
+        citations = [self.citation(name, place) for place in range(4)]
         server.answer = {
             "content": [
-                {
-                    "type": "text",
-                    "text": f'{{"{name}": 0}}',
-                    "citations": [self.citation(name, n) for n in (0, 1, 2, 3)],
-                },
+                {"type": "text", "text": f'{{"{name}": 0}}', "citations": citations},
                 {"type": "text", "text": "end", "citations": None},
                 {"type": "tool_use", "input": {name: 0}},
             ]
         }
-        response = post(blocks("cab", kind), MESSAGES)
+        assert server.post(blocks("abc", kind)).content == json.dumps(server.answer).encode()
+        response = server.post(blocks("cab", kind))
         assert server.bodies[-1] == blocks("abc", kind)
         cited = [each[name] for each in response.json()["content"][0]["citations"]]
         # Sent: a, b, c. The client's c is 0, a is 1, b is 2; it has no 3.
@@ -163,7 +135,7 @@ class TestBlocks:
         assert response.json()["content"][1:] == server.answer["content"][1:]
 
     @pytest.mark.parametrize("size", [1, 7, 10_000])
-    def test_in_a_stream_too(self, size: int, kind: str, name: str, server: Server, post: Post) -> None:
+    def test_in_a_stream_too(self, size: int, kind: str, name: str, server: Server) -> None:
         def events(places: dict[int, int]) -> bytes:
             deltas = [
                 {"type": "content_block_delta", "delta": {"citation": self.citation(name, places[n])}} for n in (0, 2)
@@ -174,64 +146,50 @@ class TestBlocks:
                 f"event: {each['type']}\ndata: {json.dumps(each, separators=(',', ':'))}\n\n".encode() for each in said
             )
 
-        post(blocks("abc", kind), MESSAGES)
+        server.post(blocks("abc", kind))
         sent = events({0: 0, 2: 2})
         server.stream = [sent[at : at + size] for at in range(0, len(sent), size)]
-        response = post(blocks("cab", kind), MESSAGES)
+        response = server.post(blocks("cab", kind))
         assert response.content == events({0: 1, 2: 0})
 
     def test_through_several_replicas_too(self, kind: str, name: str, server: Server) -> None:
         replicas = [ReplicaAddress(f"http://far.{n}", Orderer(block_size=16, strict=True)) for n in (1, 2)]
-        post = partial(post_to, proxy_to(server, upstream=Fleet(replicas)))
+        server.proxy = proxy_to(server, upstream=Fleet(replicas))
         for names in ("abc", "cab"):
             server.answer = {"content": [{"type": "text", "text": "", "citations": [self.citation(name, 0)]}]}
-            response = post(blocks(names, kind), MESSAGES)
+            response = server.post(blocks(names, kind))
         assert server.titles() == "abc"
         assert response.json()["content"][0]["citations"][0][name] == 1
 
-    def test_places_count_all_blocks_before_them(self, kind: str, name: str, server: Server, post: Post) -> None:
+    def test_places_count_all_blocks_before_them(self, kind: str, name: str, server: Server) -> None:
         def body(names: str) -> dict[str, Any]:
             nested = {"type": "tool_result", "tool_use_id": "t", "content": [block("d", kind)]}
-            first = {"role": "user", "content": [block("e", kind), {"type": "text", "text": "One."}]}
             last = blocks(names, kind)
-            return {**last, "messages": [first, {"role": "user", "content": [nested]}, *last["messages"]]}
+            return {**last, "messages": [*blocks("e", kind)["messages"], user([nested]), *last["messages"]]}
 
-        post(body("abc"), MESSAGES)
-        server.answer = {
-            "content": [{"type": "text", "text": "", "citations": [self.citation(name, n) for n in range(6)]}]
-        }
-        response = post(body("cab"), MESSAGES)
+        server.post(body("abc"))
+        citations = [self.citation(name, place) for place in range(6)]
+        server.answer = {"content": [{"type": "text", "text": "", "citations": citations}]}
+        response = server.post(body("cab"))
         assert server.titles() == "eabc"
         assert [each[name] for each in response.json()["content"][0]["citations"]] == [0, 1, 3, 4, 2, 5]
 
-    def test_an_order_that_stays_leaves_the_answer_as_it_is(
-        self, kind: str, name: str, server: Server, post: Post
-    ) -> None:
-        server.answer = {"content": [{"type": "text", "text": "", "citations": [self.citation(name, 0)]}]}
-        response = post(blocks("abc", kind), MESSAGES)
-        assert response.content == json.dumps(server.answer).encode()
-
-    def test_the_next_turn_repeats_the_order_and_its_citations(
-        self, kind: str, name: str, server: Server, post: Post
-    ) -> None:
+    def test_the_next_turn_repeats_the_order_and_its_citations(self, kind: str, name: str, server: Server) -> None:
         def turns(names: str, place: int) -> dict[str, Any]:
-            said = {
-                "role": "assistant",
-                "content": [{"type": "text", "text": "x", "citations": [self.citation(name, place)]}],
-            }
+            said = [{"type": "text", "text": "x", "citations": [self.citation(name, place)]}]
             first = blocks(names, kind)
-            return {**first, "messages": [*first["messages"], said, {"role": "user", "content": "And?"}]}
+            return {**first, "messages": [*first["messages"], assistant(said), user("And?")]}
 
-        post(blocks("abc", kind), MESSAGES)
-        post(blocks("cab", kind), MESSAGES)
+        server.post(blocks("abc", kind))
+        server.post(blocks("cab", kind))
         # The client has cited its own document 0, c, which stands at place 2.
-        post(turns("cab", 0), MESSAGES)
+        server.post(turns("cab", 0))
         assert server.bodies[-1] == turns("abc", 2)
 
-    def test_an_error_is_forwarded(self, kind: str, name: str, server: Server, post: Post) -> None:
-        post(blocks("abc", kind), MESSAGES)
+    def test_an_error_is_forwarded(self, kind: str, name: str, server: Server) -> None:
+        server.post(blocks("abc", kind))
         server.status, server.answer = 400, {"error": {name: 0}}
-        response = post(blocks("cab", kind), MESSAGES)
+        response = server.post(blocks("cab", kind))
         assert (response.status_code, response.json()) == (400, server.answer)
 
 
@@ -239,23 +197,23 @@ class TestOtherBlocks:
     @pytest.mark.parametrize(
         "parts",
         [
-            [block("a"), {"type": "text", "text": "x"}, block("b")],
+            [block("a"), part("x"), block("b")],
             [block("a"), block("b", "search_result")],
             [{"type": "image", "source": {}}, {"type": "image", "source": {}}],
         ],
         ids=["apart", "of two types", "images"],
     )
-    def test_they_stay(self, parts: list[Any], server: Server, post: Post) -> None:
-        body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": parts}]}
-        post(body, MESSAGES)
-        post(body, MESSAGES)
+    def test_they_stay(self, parts: list[Any], server: Server) -> None:
+        body = {"model": "m", "max_tokens": 5, "messages": [user(parts)]}
+        server.post(body)
+        server.post(body)
         assert server.bodies[-1] == body
 
-    def test_a_client_that_sets_breakpoints_keeps_its_order(self, server: Server, post: Post) -> None:
-        post(blocks("abc"), MESSAGES)
+    def test_a_client_that_sets_breakpoints_keeps_its_order(self, server: Server) -> None:
+        server.post(blocks("abc"))
         body = blocks("cab")
         body["messages"][0]["content"][2]["cache_control"] = {"type": "ephemeral"}
-        post(body, MESSAGES)
+        server.post(body)
         assert server.bodies[-1] == body
 
 
@@ -264,12 +222,11 @@ TEMPLATE = "<d>{text}</d>"
 
 def page(name: str, picture: bool = True, **fields: Any) -> list[dict[str, Any]]:
     shown = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{name}"}}] if picture else []
-    return [{"type": "text", "text": f"<d>{TEXTS[name]}</d>", **fields}, *shown]
+    return [part(f"<d>{TEXTS[name]}</d>", **fields), *shown]
 
 
-def prompt(*documents: list[dict[str, Any]], role: str = "user") -> dict[str, Any]:
-    parts = [{"type": "text", "text": "Read."}, *(part for each in documents for part in each)]
-    return {"messages": [{"role": role, "content": [*parts, {"type": "text", "text": "Which?"}]}]}
+def prompt(*documents: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"messages": [user([part("Read."), *(piece for each in documents for piece in each), part("Which?")])]}
 
 
 def sent(*bodies: dict[str, Any], route: Route = "chat", **options: Any) -> dict[str, Any]:
@@ -285,9 +242,7 @@ class TestContentParts:
         assert sent(first, second) == first
 
     def test_attributes_move_with_their_document(self) -> None:
-        first, second = (
-            prompt(*(page(name, picture=False, source=f"kb-{name}") for name in names)) for names in ("abc", "cab")
-        )
+        first, second = (prompt(*(page(name, False, source=name) for name in names)) for names in ("abc", "cab"))
         assert sent(first, second) == first
 
     def test_a_picture_that_may_be_the_questions_stays(self) -> None:
@@ -336,10 +291,12 @@ class TestTools:
     @pytest.mark.parametrize("route", ["chat", "messages", "responses", "cohere"])
     def test_they_are_sent_in_one_order_without_documents_too(self, route: Route) -> None:
         field = "input" if route == "responses" else "messages"
+        passed: list[str] = []
         for tools in (TOOLS, TOOLS[::-1], [*TOOLS[2:], *TOOLS[:2]]):
             body = {"model": "m", "tools": tools, field: [ASK]}
-            found = sent(body, route=route, stable_tools=True)
+            found = sent(body, route=route, stable_tools=True, on_passed=passed.append)
             assert found == body | {"tools": [TOOLS[n] for n in (1, 2, 0, 3)]}
+        assert passed == ["no_documents"] * 3
 
     def test_documents_are_ordered_as_well(self) -> None:
         first, second = (prompt(*(page(name, False) for name in names)) for names in ("abc", "cab"))
@@ -369,8 +326,3 @@ class TestTools:
     def test_without_the_option_nothing_changes(self) -> None:
         body = json.dumps({"tools": TOOLS, "messages": [ASK]}).encode()
         assert Bodies(None).ordered(body) is body
-
-    def test_the_request_still_counts_as_passed(self) -> None:
-        passed: list[str] = []
-        sent({"tools": TOOLS, "messages": [ASK]}, stable_tools=True, on_passed=passed.append)
-        assert passed == ["no_documents"]

@@ -5,33 +5,31 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
 
 from support.bodies import Bodies
-from support.requests import CERTIFICATES, TEXTS, received
+from support.requests import TEXTS, echo, post_to, proxy_to
 from support.rings import ALL, grid, length
-from support.serving_app import serving
 from support.shaped_requests import CORPORA, MARKS, ask, retrievals, texts_of
 
 from ragorder import Orderer
 from ragorder.adapters.learning.suggestion import suggest
-from ragorder.adapters.observing import Metrics, Stats
-from ragorder.adapters.proxy import DocumentTemplate, TemplateError, make_app
+from ragorder.adapters.observing import Metrics, ObservedOrderer, Stats
+from ragorder.adapters.proxy import DocumentTemplate, TemplateError
 from ragorder.adapters.proxy.bodies.presets import PromptRecogniser, find_templates, presets
 from ragorder.benchmarks.proxy.shapes import APPLICATIONS, SHAPES, Passage, Shape
 
 NAMES = list(presets())
+SENT = CORPORA if ALL else CORPORA[:1]
 
 
 def asked(names: Sequence[str], texts: Mapping[str, str] | None = None) -> list[Passage]:
@@ -101,23 +99,19 @@ class TestShapes:
     @pytest.mark.parametrize("name", grid(list(SHAPES), 5))
     def test_through_the_proxy(self, name: str) -> None:
         shape = SHAPES[name]
-        with proxied(shape.templates()) as send:
-            moved = sum(moved_by(send, shape, corpus) for corpus in (CORPORA if ALL else CORPORA[:1]))
-        assert bool(moved) == (not shape.kept)
+        assert bool(moved_by(shape.templates(), shape)) == (not shape.kept)
 
     @pytest.mark.parametrize("name", grid(list(SHAPES), 2))
     def test_with_template_auto(self, name: str) -> None:
         shape = SHAPES[name]
-        with proxied(find_templates("auto")) as send:
-            moved = sum(moved_by(send, shape, corpus) for corpus in (CORPORA if ALL else CORPORA[:1]))
         is_recognised = shape.template == "auto" or (name in NAMES and presets()[name].automatic)
-        assert bool(moved) == (is_recognised and not shape.kept)
+        assert bool(moved_by(find_templates("auto"), shape)) == (is_recognised and not shape.kept)
 
     @pytest.mark.parametrize("name", grid(list(SHAPES), 2))
     def test_by_a_template_learnt_from_the_first_requests(self, name: str, tmp_path: Path) -> None:
         """Documents have marks of all applications."""
         shape, file = SHAPES[name], tmp_path / "learnt.toml"
-        for corpus in CORPORA if ALL else CORPORA[:1]:
+        for corpus in SENT:
             requests = retrievals(corpus, length(300, 200))
             if requests is None:
                 continue
@@ -125,10 +119,10 @@ class TestShapes:
             if isinstance(found, str) or found.refused:
                 continue
             file.write_text(found.toml(), "utf-8")
-            with proxied(find_templates(str(file))) as send:
-                for each in requests[150:]:
-                    sent, permutation = send(shape.path, body := shape.encode(*each))
-                    assert sent == body or shape.orders(*each, sent, permutation)
+            send = proxied(find_templates(str(file)))
+            for each in requests[150:]:
+                sent, permutation = send(shape.path, body := shape.encode(*each))
+                assert sent == body or shape.orders(*each, sent, permutation)
 
 
 ROUTES: Mapping[str, Any] = {
@@ -141,31 +135,22 @@ ROUTES: Mapping[str, Any] = {
 Send = Callable[[str, bytes], tuple[bytes, str | None]]
 
 
-@contextmanager
-def proxied(templates: Sequence[DocumentTemplate]) -> Iterator[Send]:
-    """A proxy before a server that keeps what it gets; sends a body, and gives what came and in which order."""
-    came: list[bytes] = []
+def proxied(templates: Sequence[DocumentTemplate]) -> Send:
+    """Through a proxy: sends a body, and gives what came and in which order."""
+    app = proxy_to(echo, template=templates)
 
-    async def far(scope: Any, receive: Any, send: Any) -> None:
-        came.append(await received(receive))
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
-        await send({"type": "http.response.body", "body": b"{}"})
+    def send(path: str, body: bytes) -> tuple[bytes, str | None]:
+        answer = post_to(app, body, path)
+        assert answer.status_code == 200
+        return answer.content, answer.headers.get("x-ragorder-permutation")
 
-    with serving() as serve, httpx2.Client(trust_env=False, verify=CERTIFICATES, timeout=60) as client:
-        url = serve(make_app(Orderer(block_size=16, strict=True), upstream=serve(far), template=templates))
-
-        def send(path: str, body: bytes) -> tuple[bytes, str | None]:
-            answer = client.post(url + path, content=body, headers={"content-type": "application/json"})
-            assert answer.status_code == 200
-            return came[-1], answer.headers.get("x-ragorder-permutation")
-
-        yield send
+    return send
 
 
-def moved_by(send: Send, shape: Shape, corpus: str) -> int:
-    """The number of a corpus' requests whose documents are sent in another order."""
-    moved = 0
-    for each in retrievals(corpus, length(300, 30)) or ():
+def moved_by(templates: Sequence[DocumentTemplate], shape: Shape) -> int:
+    """The number of requests whose documents are sent in another order."""
+    moved, send = 0, proxied(templates)
+    for each in chain.from_iterable(retrievals(corpus, length(300, 30)) or () for corpus in SENT):
         own = ask(shape, each)
         sent, permutation = send(shape.path, body := shape.encode(*own))
         if sent != body:
@@ -320,36 +305,22 @@ class TestJSON:
         assert find_templates("json")[0].find(text) is None
 
 
-@pytest.fixture
-def metrics() -> Iterator[Metrics]:
-    pytest.importorskip("prometheus_client")
-    yield Metrics()
-
-
 class TestRecognition:
     """Without a template documents keep their order, and the proxy says what a preset would save."""
 
-    def test_it_predicts_what_the_preset_saves(self, metrics: Metrics) -> None:
-        rng = random.Random(1)
-        requests = [written("anythingllm", rng.sample("abcdefgh", 4)) for _ in range(60)]
+    def test_it_predicts_what_the_preset_saves(self) -> None:
+        pytest.importorskip("prometheus_client")
+        rng, metrics = random.Random(1), Metrics()
         watched = Bodies(None, recogniser=PromptRecogniser(Orderer(block_size=16).settings, metrics.recognised))
-        for body in requests:
-            assert watched.ordered(body) is body
-        from ragorder.adapters.observing import ObservedOrderer
-
         metrics.watch(ObservedOrderer(watched.orderer))
+        for number in range(60):
+            if number == 19:
+                assert Stats.of(metrics.registry.collect()).recognised == {}, "too few to say anything"
+            body = written("anythingllm", rng.sample("abcdefgh", 4))
+            assert watched.ordered(body) is body
         ((name, share),) = Stats.of(metrics.registry.collect()).recognised.items()
         assert name == "anythingllm"
         assert 0.1 < share < 1
-
-    def test_a_few_requests_say_nothing(self, metrics: Metrics) -> None:
-        from ragorder.adapters.observing import ObservedOrderer
-
-        watched = Bodies(None, recogniser=PromptRecogniser(Orderer(block_size=16).settings, metrics.recognised))
-        metrics.watch(ObservedOrderer(watched.orderer))
-        for _ in range(19):
-            watched.ordered(written("anythingllm", "ab"))
-        assert Stats.of(metrics.registry.collect()).recognised == {}
 
     def test_the_warning_names_the_preset(self) -> None:
         warned: list[str] = []

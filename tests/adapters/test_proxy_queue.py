@@ -1,10 +1,10 @@
-"""The proxy in front of a busy server: so many requests are in flight, and the others wait for their turn."""
+"""The proxy of a busy server: a limited number of requests is in flight, and the others wait for their turn."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import pytest
@@ -17,7 +17,9 @@ pytest.importorskip("prometheus_client")
 
 import httpx2
 from prometheus_client import CollectorRegistry
-from support.requests import CHAT, TEXTS, plain
+from support import requests
+from support.requests import CHAT, TOKEN, plain
+from support.waiting import turns
 
 from ragorder.adapters.observing.observed import ObservedOrderer
 from ragorder.adapters.observing.prometheus import Metrics
@@ -25,14 +27,13 @@ from ragorder.adapters.proxy import AdmissionQueue, make_app
 from ragorder.adapters.proxy.pages import StatsPages
 
 
-def tagged(query: str, names: str = "", **fields: Any) -> dict[str, Any]:
-    documents = [{"id": name, "text": TEXTS[name]} for name in names]
-    return {"model": "m", "messages": [], "ragorder": {"documents": documents, "query": query}, **fields}
+def tagged(query: str, names: Iterable[str] = "", **fields: Any) -> dict[str, Any]:
+    return requests.tagged(names, query, **fields)
 
 
 class FarEnd:
-    """The server behind the proxy, which is not there: it answers a question with two events, the second of them once
-    it is told that the answer ends. `sent` are the questions in the order in which they came."""
+    """The proxy's server, without a network: it answers a question with two events, the second of them once it is told
+    that the answer ends. `sent` are the questions in the order in which they came."""
 
     def __init__(self) -> None:
         self.sent: list[str] = []
@@ -54,7 +55,7 @@ class FarEnd:
 
     async def answer(self, name: str) -> AsyncIterator[bytes]:
         try:
-            yield b'data: {"choices":[{"index":0,"delta":{"content":"yes"}}]}\n\n'
+            yield TOKEN
             await self.ends.setdefault(name, asyncio.Event()).wait()
             yield b"data: [DONE]\n\n"
         finally:
@@ -70,14 +71,9 @@ class Exchange:
         self.content = b""
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._incoming.put_nowait({"type": "http.request", "body": b"" if body is None else json.dumps(body).encode()})
-        scope = {
-            "type": "http",
-            "method": method,
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "headers": [(b"content-type", b"application/json"), (b"transfer-encoding", b"chunked")],
-        }
+        headers = [(b"content-type", b"application/json"), (b"transfer-encoding", b"chunked")]
+        scope: dict[str, Any] = {"type": "http", "method": method, "query_string": b"", "headers": headers}
+        scope |= {"path": path, "raw_path": path.encode()}
         self.task = asyncio.create_task(app(scope, self._incoming.get, self._take))
 
     async def _take(self, message: Any) -> None:
@@ -106,7 +102,7 @@ class CountingOrderer(Orderer):
 
 
 class Proxy:
-    """The application, with the far end behind it."""
+    """The application, with its far end."""
 
     def __init__(self, far_end: FarEnd, admission: AdmissionQueue | None, orderer: Any, **options: Any) -> None:
         self.far_end = far_end
@@ -132,8 +128,7 @@ class Proxy:
 
 async def let_tasks_run() -> None:
     """Let everything happen that can."""
-    for _ in range(60):
-        await asyncio.sleep(0)
+    await turns(60)
 
 
 @pytest.fixture
@@ -146,8 +141,11 @@ def orderer() -> CountingOrderer:
     return CountingOrderer()
 
 
+Start = Callable[..., Proxy]
+
+
 @pytest.fixture
-def start(far_end: FarEnd, orderer: CountingOrderer) -> Callable[..., Proxy]:
+def start(far_end: FarEnd, orderer: CountingOrderer) -> Start:
     def start(max_in_flight: int = 1, options: dict[str, Any] | None = None, **limits: int) -> Proxy:
         return Proxy(far_end, AdmissionQueue(max_in_flight, **limits), orderer, **options or {})
 
@@ -155,9 +153,7 @@ def start(far_end: FarEnd, orderer: CountingOrderer) -> Callable[..., Proxy]:
 
 
 class TestWhoseTurnItIs:
-    async def test_the_request_with_most_cached_tokens_is_next(
-        self, start: Callable[..., Proxy], far_end: FarEnd, orderer: CountingOrderer
-    ) -> None:
+    async def test_the_most_cached_one_is_next(self, start: Start, far_end: FarEnd, orderer: CountingOrderer) -> None:
         proxy = start()
         await proxy.send(tagged("first", "ab"))
         for query, names in (("nothing", "fg"), ("half", "cbda"), ("all", "ba")):
@@ -167,11 +163,9 @@ class TestWhoseTurnItIs:
         await proxy.end("first", "all", "half", "nothing", "plain")
         assert far_end.sent == ["first", "all", "half", "nothing", "plain"]
         assert orderer.unfinished == []
-        assert orderer.waiting == [0, 2, 1, 0], "each is laid out for those that wait behind it"
+        assert orderer.waiting == [0, 2, 1, 0], "each is laid out for those that still wait"
 
-    async def test_no_request_is_overtaken_by_more_than_the_window(
-        self, start: Callable[..., Proxy], far_end: FarEnd
-    ) -> None:
+    async def test_a_window_limits_how_many_overtake(self, start: Start, far_end: FarEnd) -> None:
         proxy = start(reorder_window=2)
         await proxy.send(tagged("first", "ab"))
         await proxy.send(plain("plain"))
@@ -181,20 +175,15 @@ class TestWhoseTurnItIs:
         await proxy.end("first", "plain", *names)
         assert far_end.sent == ["first", "cached 0", "cached 1", "plain", "cached 2", "cached 3", "cached 4"]
 
-    async def test_a_short_prompt_does_not_overtake_because_the_system_prompt_is_cached(
-        self, start: Callable[..., Proxy], far_end: FarEnd
-    ) -> None:
+    async def test_a_cached_system_prompt_lets_no_short_prompt_overtake(self, start: Start, far_end: FarEnd) -> None:
         proxy = start()
         system = [{"role": "system", "content": "Answer from the documents. " * 20}]
         for name, words in (("first", 30), ("long", 90), ("short", 10)):
-            documents = [{"id": name, "text": f"of {name} " * words}]
-            await proxy.send({"model": "m", "messages": system, "ragorder": {"documents": documents, "query": name}})
+            await proxy.send(tagged(name, [name], texts={name: f"of {name} " * words}, messages=system))
         await proxy.end("first", "long", "short")
         assert far_end.sent == ["first", "long", "short"]
 
-    async def test_another_tenants_documents_are_not_cached_for_this_one(
-        self, start: Callable[..., Proxy], far_end: FarEnd, orderer: CountingOrderer
-    ) -> None:
+    async def test_tenants_share_no_turns(self, start: Start, far_end: FarEnd, orderer: CountingOrderer) -> None:
         proxy = start()
         await proxy.send(tagged("first", "ab", cache_salt="x"))
         await proxy.send(tagged("other", "ab", cache_salt="y"))
@@ -203,7 +192,7 @@ class TestWhoseTurnItIs:
         assert far_end.sent == ["first", "own", "other"]
         assert orderer.waiting == [0, 0, 0]
 
-    async def test_only_posts_below_v1_wait(self, start: Callable[..., Proxy], far_end: FarEnd) -> None:
+    async def test_only_posts_below_v1_wait(self, start: Start, far_end: FarEnd) -> None:
         proxy = start()
         await proxy.send(plain("first"))
         await proxy.send({"input": "Question: embedding"}, "/v1/embeddings")
@@ -215,7 +204,7 @@ class TestWhoseTurnItIs:
 
 
 class TestHowLongATurnLasts:
-    async def test_a_slot_is_held_until_the_stream_ends(self, start: Callable[..., Proxy], far_end: FarEnd) -> None:
+    async def test_a_slot_is_held_until_the_stream_ends(self, start: Start, far_end: FarEnd) -> None:
         proxy = start(2)
         exchanges = [await proxy.send(tagged(name, "ab")) for name in "xyz"]
         assert [exchange.content for exchange in exchanges].count(b"") == 1, "two have begun to be answered"
@@ -226,9 +215,7 @@ class TestHowLongATurnLasts:
         assert all(exchange.content.endswith(b"[DONE]\n\n") for exchange in exchanges)
         assert (proxy.figures["in_flight"], proxy.figures["waiting"]) == (0, 0)
 
-    async def test_a_slot_is_freed_when_its_client_disconnects(
-        self, start: Callable[..., Proxy], far_end: FarEnd, orderer: CountingOrderer
-    ) -> None:
+    async def test_a_disconnect_frees_the_slot(self, start: Start, far_end: FarEnd, orderer: CountingOrderer) -> None:
         proxy = start()
         leaving = await proxy.send(tagged("leaving", "ab"))
         await proxy.send(tagged("next", "ab"))
@@ -238,9 +225,7 @@ class TestHowLongATurnLasts:
         await proxy.end("next")
         assert (proxy.figures["in_flight"], orderer.unfinished) == (0, [])
 
-    async def test_a_slot_is_freed_when_the_server_fails(
-        self, start: Callable[..., Proxy], far_end: FarEnd, orderer: CountingOrderer
-    ) -> None:
+    async def test_an_error_frees_the_slot(self, start: Start, far_end: FarEnd, orderer: CountingOrderer) -> None:
         proxy = start()
         await proxy.send(tagged("first", "ab"))
         failing = [await proxy.send(tagged(f"unreachable {number}", "ab")) for number in range(3)]
@@ -250,9 +235,7 @@ class TestHowLongATurnLasts:
         assert last.status == 200
         assert (proxy.figures["in_flight"], orderer.unfinished) == (0, [])
 
-    async def test_a_client_that_leaves_while_it_waits_is_never_sent(
-        self, start: Callable[..., Proxy], far_end: FarEnd, orderer: CountingOrderer
-    ) -> None:
+    async def test_no_client_that_left_is_sent(self, start: Start, far_end: FarEnd, orderer: CountingOrderer) -> None:
         proxy = start()
         await proxy.send(tagged("first", "ab"))
         waiting = await proxy.send(tagged("impatient", "ab"))
@@ -268,25 +251,22 @@ class TestHowLongATurnLasts:
 
 
 class TestTooManyWait:
-    async def test_one_more_request_gets_a_503(self, start: Callable[..., Proxy], far_end: FarEnd) -> None:
+    async def test_one_more_request_gets_a_503(self, start: Start, far_end: FarEnd) -> None:
         proxy = start(max_waiting=1)
         await proxy.send(tagged("first", "ab"))
         await proxy.send(tagged("waits", "ab"))
         refused = await proxy.send(tagged("refused", "ab"))
         assert (refused.status, refused.headers[b"retry-after"]) == (503, b"1")
-        assert json.loads(refused.content)["error"] == {
-            "message": "1 requests are waiting already (--max-waiting): try again later.",
-            "type": "server_error",
-            "param": None,
-            "code": "too_many_waiting",
-        }
+        error = json.loads(refused.content)["error"]
+        assert (error["type"], error["param"], error["code"]) == ("server_error", None, "too_many_waiting")
+        assert "--max-waiting" in error["message"]
         assert proxy.figures["turned_away"] == 1
         await proxy.end("first", "waits")
         assert far_end.sent == ["first", "waits"]
         assert (await proxy.send(plain("again"))).status == 200
         await proxy.end("again")
 
-    async def test_a_bad_request_is_refused_without_waiting(self, start: Callable[..., Proxy]) -> None:
+    async def test_a_bad_request_is_refused_without_waiting(self, start: Start) -> None:
         proxy = start()
         await proxy.send(plain("first"))
         assert (await proxy.send({"ragorder": 3})).status == 400

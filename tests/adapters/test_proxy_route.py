@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from support.requests import TEXTS, post, received, tagged
+from support.cloud import Cloud
+from support.requests import TEMPLATE, TEXTS, asked, part, post, tagged, user
 from support.serve_process import Served
 
 from ragorder import Document, Orderer, PromptBuilder
@@ -22,41 +23,17 @@ from ragorder.topic import SECRET_VARIABLE, Topics
 
 SECRET = "a secret of these tests"  # noqa: S105
 HEADER = "x-session-id"
-
-
-class Router:
-    """The far end: keeps what it gets, and answers in the words of an OpenAI-compatible server."""
-
-    def __init__(self) -> None:
-        self.headers: list[dict[str, str]] = []
-        self.bodies: list[bytes] = []
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return
-        body = await received(receive)
-        self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
-        self.bodies.append(body)
-        usage = {"prompt_tokens": 300, "completion_tokens": 1}
-        if b'"stream":true' in body.replace(b" ", b""):
-            events = [{"choices": [{"index": 0, "delta": {"content": "yes"}}]}, {"choices": [], "usage": usage}]
-            content = b"".join(b"data: %s\n\n" % json.dumps(event).encode() for event in events) + b"data: [DONE]\n\n"
-            kind = b"text/event-stream"
-        else:
-            content = json.dumps({"choices": [{"message": {"content": "yes"}}], "usage": usage}).encode()
-            kind = b"application/json"
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
-        await send({"type": "http.response.body", "body": content})
+Front = Callable[..., str]
 
 
 @pytest.fixture
-def router() -> Router:
-    return Router()
+def router() -> Cloud:
+    return Cloud()
 
 
 @pytest.fixture
-def front(serve: Callable[[Any], str], router: Router) -> Callable[..., str]:
-    """A proxy in front of the router."""
+def front(serve: Callable[[Any], str], router: Cloud) -> Front:
+    """A proxy of the router."""
     upstream = serve(router)
 
     def front(orderer: Orderer | None = None, **options: Any) -> str:
@@ -67,63 +44,47 @@ def front(serve: Callable[[Any], str], router: Router) -> Callable[..., str]:
 
 
 class TestARoute:
-    def test_adds_the_topic_and_nothing_else(self, front: Callable[..., str], router: Router) -> None:
-        body = json.dumps(tagged("abc"), indent=1).encode()
-        answer = post(front(route=True), body)
+    @pytest.mark.parametrize("body", [tagged("abc"), {"messages": [user(asked("ab"))]}], ids=["tagged", "found"])
+    def test_adds_the_topic_and_nothing_else(self, body: dict[str, Any], front: Front, router: Cloud) -> None:
+        content = json.dumps(body, indent=1).encode()
+        answer = post(front(route=True, template=DocumentTemplate(TEMPLATE)), content)
         assert answer.json()["choices"][0]["message"]["content"] == "yes"
-        assert router.bodies == [body]
+        assert router.contents == [content]
         assert len(router.headers[0][HEADER]) == 32
         assert not [name for name in answer.headers if name.startswith("x-ragorder")]
 
-    def test_gives_requests_with_the_same_documents_one_topic(self, front: Callable[..., str], router: Router) -> None:
+    def test_a_topic_is_of_the_documents_the_tenant_and_the_secret(self, front: Front, router: Cloud) -> None:
         url = front(route=True)
         for names in ("abc", "cab", "bca", "abc", "def", "fed"):
             post(url, tagged(names))
-        topics = [headers[HEADER] for headers in router.headers]
-        assert len(set(topics[:4])) == len(set(topics[4:])) == 1
-        assert topics[0] != topics[4]
-
-    def test_of_tenants_are_different(self, front: Callable[..., str], router: Router) -> None:
-        url = front(route=True)
+        post(front(route=True), tagged("abc"))
         for tenant in ("x", "y"):
             post(url, tagged("abc", cache_salt=tenant))
-        assert len({headers[HEADER] for headers in router.headers}) == 2
+        topics = [headers[HEADER] for headers in router.headers]
+        assert len({*topics[:4], topics[6]}) == len(set(topics[4:6])) == 1
+        assert len({topics[0], topics[4], *topics[7:]}) == 4
 
-    def test_two_fronts_with_one_secret_agree(self, front: Callable[..., str], router: Router) -> None:
-        for _ in range(2):
-            post(front(route=True), tagged("abc"))
-        assert len({headers[HEADER] for headers in router.headers}) == 1
-
-    def test_finds_documents_by_template(self, front: Callable[..., str], router: Router) -> None:
-        url = front(route=True, template=DocumentTemplate("<d>{text}</d>"))
-        content = "\n".join(f"<d>{TEXTS[name]}</d>" for name in "ab")
-        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
-        post(url, body)
-        assert router.bodies == [body]
-        assert len(router.headers[0][HEADER]) == 32
-
-    def test_a_client_with_marks_of_its_own_gets_a_topic_too(self, front: Callable[..., str], router: Router) -> None:
+    def test_a_client_with_marks_of_its_own_gets_a_topic_too(self, front: Front, router: Cloud) -> None:
         """A router moves no document, so that they lose nothing."""
-        url = front(route=True, template=DocumentTemplate("<d>{text}</d>"))
+        url = front(route=True, template=DocumentTemplate(TEMPLATE))
         for names in ("ab", "ba"):
-            text = "\n".join(f"<d>{TEXTS[name]}</d>" for name in names)
-            part = {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
-            post(url, {"model": "m", "messages": [{"role": "user", "content": [part]}]})
+            marked = part(asked(names), cache_control={"type": "ephemeral"})
+            post(url, {"model": "m", "messages": [user([marked])]})
         first, second = (headers[HEADER] for headers in router.headers)
         assert first == second
 
-    def test_leaves_requests_without_documents_as_they_are(self, front: Callable[..., str], router: Router) -> None:
+    def test_leaves_requests_without_documents_as_they_are(self, front: Front, router: Cloud) -> None:
         url = front(route=True)
-        post(url, {"model": "m", "messages": [{"role": "user", "content": "hi"}]}, **{HEADER: "mine"})
+        post(url, {"model": "m", "messages": [user("hi")]}, **{HEADER: "mine"})
         post(url, {"input": "text"}, path="/v1/embeddings", **{HEADER: "mine"})
         assert [headers[HEADER] for headers in router.headers] == ["mine", "mine"]
 
-    def test_the_topic_replaces_what_a_client_chose(self, front: Callable[..., str], router: Router) -> None:
+    def test_the_topic_replaces_what_a_client_chose(self, front: Front, router: Cloud) -> None:
         """Otherwise it could send its documents to any replica."""
         post(front(route=True), tagged("ab"), **{HEADER: "mine"})
         assert router.headers[0][HEADER] != "mine"
 
-    def test_needs_a_header(self, front: Callable[..., str]) -> None:
+    def test_needs_a_header(self, front: Front) -> None:
         with pytest.raises(ValueError, match="topic_header='x-session-id'"):
             front(route=True, topic_header=None)
         with pytest.raises(ValueError, match="x session"):
@@ -134,9 +95,7 @@ class TestARoute:
         with pytest.raises(ValueError, match="chooses the replica itself"):
             make_app(Orderer(), upstream=fleet, route=True, topic_header=HEADER)
 
-    def test_no_word_of_a_document_is_logged_or_sent_in_a_header(
-        self, front: Callable[..., str], router: Router, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_no_text_is_logged_or_in_a_header(self, front: Front, router: Cloud, caplog: Any) -> None:
         with caplog.at_level(logging.DEBUG):
             post(front(route=True), tagged("ab", cache_salt="acme"))
         said = caplog.text + json.dumps(router.headers)
@@ -144,20 +103,20 @@ class TestARoute:
 
 
 class TestAProxy:
-    def test_that_orders_sends_the_topic_as_well(self, front: Callable[..., str], router: Router) -> None:
+    def test_that_orders_sends_the_topic_as_well(self, front: Front, router: Cloud) -> None:
         answer = post(front(), tagged("abc"))
         assert len(router.headers[0][HEADER]) == 32
-        assert "ragorder" not in json.loads(router.bodies[0])
+        assert "ragorder" not in router.last
         assert answer.headers["x-ragorder-permutation"] == "0,1,2"
 
-    def test_sends_none_by_default(self, front: Callable[..., str], router: Router) -> None:
+    def test_sends_none_by_default(self, front: Front, router: Cloud) -> None:
         post(front(topic_header=None), tagged("abc"))
         assert HEADER not in router.headers[0]
 
 
 class TestAClient:
     @pytest.fixture
-    def client(self, serve: Callable[[Any], str], router: Router) -> Iterator[Callable[..., OrderedClient]]:
+    def client(self, serve: Callable[[Any], str], router: Cloud) -> Iterator[Callable[..., OrderedClient]]:
         openai = pytest.importorskip("openai")
         with openai.OpenAI(base_url=f"{serve(router)}/v1", api_key="none", max_retries=0) as inner:
 
@@ -170,30 +129,27 @@ class TestAClient:
 
     DOCUMENTS = tuple(Document(name, TEXTS[name]) for name in "abc")
 
-    def test_sends_the_topic_of_its_documents(self, client: Callable[..., OrderedClient], router: Router) -> None:
+    def test_sends_the_topic_of_its_documents(self, client: Callable[..., OrderedClient], router: Cloud) -> None:
         rag = client()
         rag.generate("?", self.DOCUMENTS)
         rag.generate("?", self.DOCUMENTS[::-1])
         rag.generate("?", self.DOCUMENTS, scope="acme")
         rag.generate("?", [])
+        client(topic_header=None).generate("?", self.DOCUMENTS)
         topics = [headers.get(HEADER) for headers in router.headers]
         assert topics[0] == topics[1] == Topics(SECRET).of([each.key for each in self.DOCUMENTS])
         assert topics[2] not in (None, topics[0])
-        assert topics[3] is None
+        assert topics[3:] == [None, None]
 
-    def test_keeps_headers_of_the_caller(self, client: Callable[..., OrderedClient], router: Router) -> None:
+    def test_keeps_headers_of_the_caller(self, client: Callable[..., OrderedClient], router: Cloud) -> None:
         client().generate("?", self.DOCUMENTS, extra_headers={"X-Session-Id": "mine", "x-other": "1"})
         assert (router.headers[0][HEADER], router.headers[0]["x-other"]) == ("mine", "1")
-
-    def test_sends_none_by_default(self, client: Callable[..., OrderedClient], router: Router) -> None:
-        client(topic_header=None).generate("?", self.DOCUMENTS)
-        assert HEADER not in router.headers[0]
 
     def test_refuses_a_header_that_cannot_be(self, client: Callable[..., OrderedClient]) -> None:
         with pytest.raises(ValueError, match="x-session-id"):
             client(topic_header="no header")
 
-    def test_all_requests_of_a_batch_have_one(self, client: Callable[..., OrderedClient], router: Router) -> None:
+    def test_all_requests_of_a_batch_have_one(self, client: Callable[..., OrderedClient], router: Cloud) -> None:
         outcomes = list(client().generate_many([("?", self.DOCUMENTS), ("?", self.DOCUMENTS[:2])]))
         assert [str(each) for _, each in outcomes if isinstance(each, Exception)] == []
         assert all(len(headers[HEADER]) == 32 for headers in router.headers)
@@ -208,9 +164,7 @@ class TestTheCommand:
         assert served.orderer.topic([Document("a")]) == Topics(SECRET).of([Document("a").key])
         assert "Warning: topics are of this process alone" in run_serve(command="route").said
 
-    def test_route_takes_another_header_and_finds_documents_by_a_template(
-        self, run_serve: Callable[..., Served]
-    ) -> None:
+    def test_route_takes_a_header_and_a_template(self, run_serve: Callable[..., Served]) -> None:
         options = ("--topic-header", "x-aibrix-session-key", "--template", "<d>{text}</d>")
         served = run_serve(*options, command="route")
         assert served.app["topic_header"] == "x-aibrix-session-key"

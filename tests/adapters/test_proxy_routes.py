@@ -99,14 +99,14 @@ class TestWhereDocumentsStand:
         assert sent == responses([user("?"), reasoned, CALL, call_output(written("abc"))])
 
     @pytest.mark.parametrize("where", LAYOUTS)
-    def test_what_is_in_order_goes_on_byte_for_byte(self, where: str) -> None:
+    def test_what_is_in_order_is_sent_byte_for_byte(self, where: str) -> None:
         route, body = LAYOUTS[where]
         content = json.dumps(body("abc"), indent=3).encode()
         bodies = Bodies(TEMPLATE)
         assert [bodies.ordered(content, route) for _ in range(2)] == [content, content]
 
     @pytest.mark.parametrize("where", LAYOUTS)
-    def test_lengths_count_what_stands_in_front_and_behind(self, where: str) -> None:
+    def test_lengths_count_what_comes_before_and_after(self, where: str) -> None:
         route, body = LAYOUTS[where]
         parsed = Bodies(TEMPLATE).found(body("abc"), route)
         assert len(parsed.documents) == 3
@@ -127,14 +127,14 @@ class TestWhereDocumentsStand:
             ("input", {"cache_salt": "t"}),
         ],
     )
-    def test_what_stands_in_front_of_them_separates(self, where: str, change: dict[str, Any]) -> None:
+    def test_what_comes_before_them_separates(self, where: str, change: dict[str, Any]) -> None:
         route, body = LAYOUTS[where]
         bodies = Bodies(TEMPLATE)
         bodies.forwarded(body("abc"), route)
         other = body("cba") | change
         assert bodies.forwarded(other, route) == other
 
-    def test_the_same_text_as_input_or_in_a_message_is_not_the_same_prompt_of_another_route(self) -> None:
+    def test_the_same_text_of_another_route_is_another_prompt(self) -> None:
         bodies = Bodies(TEMPLATE)
         bodies.forwarded({"model": "gpt", "messages": [user(written("abc"))]})
         other = responses([user(written("cba"))])
@@ -160,7 +160,7 @@ class TestWhereDocumentsStand:
         ],
         ids=lambda body: repr(body[:40]),
     )
-    def test_a_body_without_any_goes_on_byte_for_byte(self, route: Any, body: bytes) -> None:
+    def test_a_body_without_any_is_sent_byte_for_byte(self, route: Any, body: bytes) -> None:
         assert Bodies(TEMPLATE).ordered(body, route) == body
 
 
@@ -176,18 +176,19 @@ class TestTagged:
         assert sent == messages(user("Hello"), user(self.turn("abc")), system="Be brief.")
 
     @pytest.mark.parametrize(
-        ("input", "sent"),
-        [("Hello", [user("Hello")]), ([user("Hello"), CALL], [user("Hello"), CALL]), ([], [])],
-        ids=["text", "messages", "none"],
+        ("given", "sent"),
+        [
+            ({"input": "Hello"}, [user("Hello")]),
+            ({"input": [user("Hello"), CALL]}, [user("Hello"), CALL]),
+            ({"input": []}, []),
+            ({}, []),
+        ],
+        ids=["text", "messages", "none", "missing"],
     )
-    def test_they_follow_the_input_of_a_response(self, input: Any, sent: list[Any]) -> None:
-        body = responses(input, instructions="Be brief.", ragorder=tag("abc"))
-        expected = responses([*sent, user(self.turn("abc"))], instructions="Be brief.")
-        assert Bodies().forwarded(body, "responses") == expected
-
-    def test_no_input_is_the_turn_alone(self) -> None:
-        sent = Bodies().forwarded({"ragorder": tag("ab"), "prompt_cache_key": "k"}, "responses")
-        assert sent == {"input": [user(self.turn("ab"))], "prompt_cache_key": "k"}
+    def test_they_follow_the_input_of_a_response(self, given: dict[str, Any], sent: list[Any]) -> None:
+        own = {"instructions": "Be brief.", "prompt_cache_key": "mine"}
+        found = Bodies().forwarded({**own, **given, "ragorder": tag("abc")}, "responses")
+        assert found == {**own, "input": [*sent, user(self.turn("abc"))]}
 
     def test_the_tenant_is_sent_as_salt(self) -> None:
         body = messages(ragorder=tag("ab") | {"scope": "acme"})
@@ -247,7 +248,7 @@ class TestMarks:
     def marked(self, parts: list[dict[str, Any]]) -> list[int]:
         return [place for place, each in enumerate(parts) if "cache_control" in each]
 
-    def test_stand_behind_what_an_earlier_request_began_with(self) -> None:
+    def test_follow_what_an_earlier_request_began_with(self) -> None:
         bodies = self.bodies()
         first = self.parts(bodies.served(messages(user(f"{written('abc')}\nWhich?")), "messages"))
         second = self.parts(bodies.served(messages(user(f"{written('dba')}\nAnd?")), "messages"))
@@ -341,11 +342,10 @@ def test_chunks_are_the_texts_divided_at_documents(around: list[str], marked: se
         assert chunk.marked == (number in marked)
 
 
+MESSAGE_USAGE = {"input_tokens": 88, "cache_read_input_tokens": 512, "output_tokens": 1}
+RESPONSE_USAGE = {"input_tokens": 600, "input_tokens_details": {"cached_tokens": 512}, "output_tokens": 7}
 CHUNKS = [
-    {
-        "type": "message_start",
-        "message": {"usage": {"input_tokens": 88, "cache_read_input_tokens": 512, "output_tokens": 1}},
-    },
+    {"type": "message_start", "message": {"usage": MESSAGE_USAGE}},
     {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
     {"type": "ping"},
     {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "yes"}},
@@ -359,15 +359,8 @@ EVENTS = [
     {"type": "response.output_item.added", "item": {}},
     {"type": "response.output_text.delta", "delta": "yes"},
     {"type": "response.output_text.done", "text": "response.completed"},
-    {
-        "type": "response.completed",
-        "response": {
-            "usage": {"input_tokens": 600, "input_tokens_details": {"cached_tokens": 512}, "output_tokens": 7}
-        },
-    },
+    {"type": "response.completed", "response": {"usage": RESPONSE_USAGE}},
 ]
-
-
 COHERE = {"tokens": {"input_tokens": 600.0, "output_tokens": 7.0}, "cached_tokens": 512.0}
 COHERES = [
     {"type": "message-start", "delta": {"message": {}}},
@@ -381,6 +374,7 @@ def stream(events: Iterable[dict[str, Any]]) -> bytes:
 
 
 COUNTS = {"prompt_tokens": 600, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 512}}
+EMPTY = b'data: {"choices":[]}\n\n'
 LAST = b'data: {"choices":[],"usage":%s}\n\ndata: [DONE]\n\n' % json.dumps(COUNTS).encode()
 STREAMS = {
     "chat": ROLE + b": ping\r\n\r\n" + TOKEN + b'data: {"choices":[],"usage":null}\n\n' + LAST,
@@ -467,11 +461,7 @@ class TestUsage:
         ("chunks", "times", "tbt_s"),
         [
             # From the first token to the last.
-            (
-                [ROLE, TOKEN, b": ping\n\n", TOKEN[:9], TOKEN[9:], TOKEN, b'data: {"choices":[]}\n\n'],
-                [10, 10.5, 11.5],
-                0.75,
-            ),
+            ([ROLE, TOKEN, b": ping\n\n", TOKEN[:9], TOKEN[9:], TOKEN, EMPTY], [10, 10.5, 11.5], 0.75),
             # The server reports 7 tokens: some events had several.
             ([ROLE, TOKEN, TOKEN, LAST], [10, 13], 0.5),
             ([], [], None),
@@ -503,8 +493,8 @@ class TestUsage:
         "usage",
         [
             {"input_tokens": 60, "cache_creation_input_tokens": 28, "cache_read_input_tokens": 512, "output_tokens": 7},
-            {"input_tokens": 600, "input_tokens_details": {"cached_tokens": 512}, "output_tokens": 7},
-            {"prompt_tokens": 600, "prompt_tokens_details": {"cached_tokens": 512}, "completion_tokens": 7},
+            RESPONSE_USAGE,
+            COUNTS,
             # LiteLLM's has both, and its prompt tokens are all of them.
             {"prompt_tokens": 600, "cache_read_input_tokens": 512, "completion_tokens": 7},
             COHERE,
@@ -516,17 +506,12 @@ class TestUsage:
         reader.feed(json.dumps({"usage": usage}).encode())
         assert read_usage(reader.report()) == ReportedUsage(512, 600, 7)
         # A cache that read nothing says so.
-        nothing = {
-            "input_tokens": 5,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
-            "output_tokens": 1,
-        }
-        assert read_usage(nothing) == ReportedUsage(0, 5, 1)
+        nothing = dict.fromkeys(("cache_creation_input_tokens", "cache_read_input_tokens"), 0)
+        assert read_usage({"input_tokens": 5, "output_tokens": 1} | nothing) == ReportedUsage(0, 5, 1)
 
 
 async def refuse(scope: Any, receive: Any, send: Any) -> None:
-    """The server behind: it has not the route."""
+    """A server without the route."""
     await send({"type": "http.response.start", "status": 404, "headers": [(b"content-type", b"text/plain")]})
     await send({"type": "http.response.body", "body": b"no such route"})
 
@@ -588,7 +573,7 @@ class TestKeys:
         answer = TestErrors().post("/v1/messages", {}, headers, far_end=keep, **options)
         return answer.status_code, got
 
-    def test_the_proxys_comes_as_x_api_key_too(self) -> None:
+    def test_the_proxys_may_come_as_x_api_key(self) -> None:
         status, got = self.sent({"x-api-key": "k"}, api_key="k")
         assert (status, "x-api-key" in got, "authorization" in got) == (404, False, False)
         assert self.sent({"x-api-key": "wrong"}, api_key="k")[0] == 401

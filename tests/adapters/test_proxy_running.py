@@ -111,9 +111,7 @@ class TestTheCache:
         ],
         ids=["reuses nothing", "hybrid", "several engines"],
     )
-    def test_that_is_another_than_is_ordered_for_is_warned_of(
-        self, metrics: str, said: str, run: Run, upstream: Upstream
-    ) -> None:
+    def test_of_another_kind_is_warned_of(self, metrics: str, said: str, run: Run, upstream: Upstream) -> None:
         upstream.metrics = metrics
         assert said in run().said
 
@@ -166,9 +164,7 @@ class TestOptions:
         ("name", "count", "warns"),
         [("anythingllm", 1, False), ("open-webui", 1, True), ("auto", 1, False), ("none", 0, False)],
     )
-    def test_of_templates_may_be_a_name_and_say_what_its_numbers_mean(
-        self, name: str, count: int, warns: bool, run: Run
-    ) -> None:
+    def test_of_templates_may_be_names(self, name: str, count: int, warns: bool, run: Run) -> None:
         served = run("--template", name)
         assert len(served.app["template"]) == count
         assert ("numbers of documents stay at their places" in served.said) == warns
@@ -177,9 +173,9 @@ class TestOptions:
     def test_of_what_is_sent(self, run: Run) -> None:
         names = ("number_by_place", "stable_tools", "repeated")
         assert [run().app[name] for name in names] == [False, False, None]
+        app = run("--number-by-place", "--stable-tools").app
+        assert (app["number_by_place"], app["stable_tools"]) == (True, True)
         assert run("--template", TEMPLATE, "--number-by-place").app["number_by_place"] is True
-        assert run("--number-by-place").app["number_by_place"] is True
-        assert run("--stable-tools").app["stable_tools"] is True
         assert run("--template", TEMPLATE, "--dedup", r"(see {id})\n").app["repeated"] is not None
 
     def test_of_a_tokenizer(self, run: Run, model_folder: Path) -> None:
@@ -329,7 +325,10 @@ class TestWhatIsWrong:
             (["--body-limit", "0"], "--body-limit"),
             (["--upstream", "ftp://x"], "--upstream: 'ftp://x' is not the URL"),
             (["--upstream", "ftp://x", *SIZES], "--upstream: 'ftp://x' is not the URL"),
-            (["--upstream", "localhost:8000"], "write http://localhost:8000"),
+            *(
+                (["--upstream", each], f"write http://{each}")
+                for each in ("localhost:8000", "127.0.0.1:8/v1", "gpu-1.lan")
+            ),
             ([*NOWHERE, *NOWHERE, *SIZES], "--upstream: the same server twice"),
             (["--upstream-api-key", "ä"], "--upstream: the API key"),
             (["--host", "203.0.113.1"], "203.0.113.1 port 0"),
@@ -353,7 +352,7 @@ class TestWhatIsWrong:
         ],
         ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
     )
-    def test_on_the_command_line_is_said(self, options: list[str], said: str, run: Run) -> None:
+    def test_on_the_command_line_is_refused(self, options: list[str], said: str, run: Run) -> None:
         served = run(*options)
         assert served.exit_code != 0 and served.config is None
         assert said in served.said
@@ -374,7 +373,7 @@ class TestWhatIsWrong:
             ("RAGORDER_SERVE_PROFILE", "none", "--profile requires --tiers"),
         ],
     )
-    def test_in_the_environment_is_said_without_its_value(self, name: str, value: str, said: str, run: Run) -> None:
+    def test_in_the_environment_is_refused_without_its_value(self, name: str, value: str, said: str, run: Run) -> None:
         served = run(*NOWHERE, **{name: value})
         assert served.exit_code == 2 and served.config is None
         assert said in served.said and "geheim" not in served.said
@@ -449,7 +448,7 @@ class TestConfigFile:
         assert served.app["upstream"] == "http://127.0.0.1:9"
         assert served.app["builder"].document_text(Document("1", "one")) == "one\n"
 
-    def test_comes_behind_the_environment_and_that_behind_the_command_line(self, run_serve: Run, file: File) -> None:
+    def test_yields_to_the_environment_and_that_to_the_command_line(self, run_serve: Run, file: File) -> None:
         path = file(FILE)
         variables = {"RAGORDER_SERVE_CONFIG": path, "RAGORDER_SERVE_READ_TIMEOUT": "2m", "RAGORDER_BLOCK_SIZE": "64"}
         served = run_serve(**variables)

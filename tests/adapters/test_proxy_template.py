@@ -18,6 +18,8 @@ from ragorder.adapters.proxy import DocumentTemplate, TemplateError
 TEMPLATE = '<document id="{id}">\n{text}\n</document>'
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<>"), max_size=20)
+HOSTILE = ["<d>", "</d>", "<d></d>", "<d></d></d>", "<d><d></d>", "</d><d>", "<d>:</d>", "<d>:", "<d>:</d> "]
+HOSTILE += ["<", "</d", "ID: ", "ID: 1\n", "\n\nID: 1", "\n\nID: 1\n", "\n\n"]
 
 
 class TestTemplates:
@@ -56,7 +58,7 @@ class TestTemplates:
             ("<d>{id}</d>{text}</d>", "not recognised"),
         ],
     )
-    def test_one_by_which_nothing_can_be_found_is_refused(self, template: str, said: str) -> None:
+    def test_a_template_that_finds_nothing_is_refused(self, template: str, said: str) -> None:
         with pytest.raises(TemplateError, match=re.escape(said)):
             DocumentTemplate(template)
 
@@ -139,13 +141,11 @@ class TestTemplates:
             )
             assert all(gap == "" or gap.isspace() for gap in run.pieces[2:-1:2])
 
-    @pytest.mark.parametrize(
-        "piece",
-        ["<d>", "</d>", "<d></d>", "<d></d></d>", "<d><d></d>", "</d><d>", "<d>:</d>", "<d>:", "<d>:</d> ", "<", "</d"],
-    )
+    @pytest.mark.parametrize("piece", HOSTILE)
     def test_hostile_texts_take_no_longer_than_others(self, piece: str) -> None:
-        # In quadratic time this would take days.
+        # In quadratic time these would take days.
         DocumentTemplate("<d>{id}:{text}</d>").find(piece * 200_000)
+        DocumentTemplate("ID: {n}\n{title}:\n{text}", between="\n\n").find(piece * 100_000)
 
     def test_an_example_in_the_instructions_is_no_document(self) -> None:
         template = DocumentTemplate('<source id="{id}">{text}</source>')
@@ -221,11 +221,6 @@ class TestSeparators:
             run = template.find("Use:\n" + listed + tail)
             assert run is not None
             assert len(run.documents) == found
-
-    @pytest.mark.parametrize("piece", ["ID: ", "ID: 1\n", "\n\nID: 1", "\n\nID: 1\n", "\n\n"])
-    def test_hostile_texts_take_no_longer_than_others(self, piece: str) -> None:
-        # In quadratic time this would take days.
-        DocumentTemplate("ID: {n}\n{title}:\n{text}", between="\n\n").find(piece * 100_000)
 
 
 def test_numbers_that_documents_share_leave_a_request_as_it_is() -> None:

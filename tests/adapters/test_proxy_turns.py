@@ -1,4 +1,4 @@
-"""Conversations through the proxy: earlier turns go on as they were sent, and repeated documents are named."""
+"""Conversations through the proxy: earlier turns are sent as before, and repeated documents are named."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ pytest.importorskip("starlette")
 
 from support.bodies import Bodies
 from support.inside import scopes_of
-from support.requests import TEMPLATE, assistant, user, written
+from support.requests import TEMPLATE, assistant, echo, proxy_to, user, written
 from support.rings import length
 
-from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments, TemplateError, make_app
+from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments, TemplateError
 from ragorder.adapters.proxy.bodies.turns import SentTurns
 
 
@@ -55,7 +55,7 @@ class Proxy(Bodies):
 
 
 def turns_of(body: dict[str, Any]) -> list[Any]:
-    """The messages behind the system prompt."""
+    """The messages after the system prompt."""
     found = body.get("input", body.get("messages"))
     return [message for message in found if message.get("role") != "system"]
 
@@ -99,7 +99,7 @@ class TestPredictions:
                 history.append(assistant(f"It is {number} in turn {turn}."))
         assert max(off) <= 48
 
-    def test_many_short_messages_have_no_less_than_nothing(self) -> None:
+    def test_many_short_messages_never_have_negative_room(self) -> None:
         """Each is rounded up to whole tokens: together they have more than the answer has room for."""
         proxy = Proxy()
         for names in ("abc", "cab"):
@@ -109,6 +109,7 @@ class TestPredictions:
         assert sent[0]["content"].startswith(written("abc"))
 
 
+CHANGED = TEMPLATE.format(id="a", text="It has changed since.")
 FIRST = user(written("cba") + "\nWhich?")
 LATER = [assistant("a"), user("Why?")]
 
@@ -122,7 +123,7 @@ def begun(route: Route, **options: Any) -> tuple[Proxy, list[Any]]:
 
 class TestEarlierTurns:
     @ROUTES
-    def test_go_on_as_they_were_sent(self, route: Route) -> None:
+    def test_are_sent_as_they_were(self, route: Route) -> None:
         proxy, sent = begun(route)
         assert sent == [user(written("abc") + "\nWhich?")]
         assert turns_of(proxy.sent(*route(FIRST))) == sent, "the last turn may be generated again"
@@ -143,7 +144,7 @@ class TestEarlierTurns:
         assert sent == [user(written("abcd") + "\nWhich?"), prescribed]
 
     @ROUTES
-    def test_go_on_when_the_cache_has_lost_them(self, route: Route) -> None:
+    def test_are_sent_so_when_the_cache_has_lost_them(self, route: Route) -> None:
         proxy, sent = begun(route, orderer=Orderer(block_size=16, capacity_tokens=1000, strict=True))
         for names in ("defg", "gfed"):
             proxy.sent(*route(user(written(names) + "\nOther?")))
@@ -194,6 +195,7 @@ class TestEarlierTurns:
         later = body(FIRST, *LATER, salt="two")
         assert proxy.sent("chat", later) == later
 
+    @ROUTES
     @pytest.mark.parametrize("dedup", [False, True])
     @given(
         st.lists(
@@ -203,7 +205,7 @@ class TestEarlierTurns:
             max_size=10,
         )
     )
-    def test_whatever_comes_between_what_is_sent_extends_what_was_sent(self, dedup: bool, steps: Sequence[Any]) -> None:
+    def test_what_is_sent_extends_what_was_sent(self, route: Route, dedup: bool, steps: Sequence[Any]) -> None:
         proxy = with_repeats() if dedup else Proxy()
         # What each client has, and what the server got.
         branches: list[tuple[list[Any], list[Any]]] = [([], [])]
@@ -213,10 +215,10 @@ class TestEarlierTurns:
             if kind == "branch":
                 branches.append((history, before))
             elif kind == "other":
-                proxy.sent(*chat(user(f"{written(names)}\nOther {number}?")))
+                proxy.sent(*route(user(f"{written(names)}\nOther {number}?")))
             else:
                 asked = [*history, user(f"{written(names)}\n{number}?")]
-                sent = turns_of(proxy.sent(*chat(*asked), fails=kind == "fail"))
+                sent = turns_of(proxy.sent(*route(*asked), fails=kind == "fail"))
                 assert sent[: len(before)] == before
                 assert len(sent) == len(asked)
                 if kind == "ask":
@@ -262,18 +264,6 @@ class TestRepeatedDocuments:
         assert last["content"] == f"{written('c')}\n[a] is above.\n{written('d')}\nWhy?"
         assert proxy.named == "1"
 
-    @ROUTES
-    def test_what_is_sent_of_a_turn_never_changes(self, route: Route) -> None:
-        proxy = with_repeats()
-        history: list[Any] = []
-        before: list[Any] = []
-        for number, names in enumerate(["abc", "cbd", "de", "abcde", "f", "fa"]):
-            history.append(user(f"{written(names)}\n{number}?"))
-            sent = turns_of(proxy.sent(*route(*history)))
-            assert sent[: len(before)] == before
-            before = [*sent, assistant(str(number))]
-            history.append(assistant(str(number)))
-
     def test_a_cut_off_history_has_them_again(self) -> None:
         first, second = user(written("ab") + "\nWhich?"), user(written("ab") + "\nWhy?")
         proxy = with_repeats()
@@ -281,37 +271,32 @@ class TestRepeatedDocuments:
         body = chat(assistant("a"), second)
         assert proxy.sent(*body) == body[1]
 
-    def test_changed_text_under_an_id_is_sent(self) -> None:
-        other = TEMPLATE.format(id="a", text="It has changed since.")
-        body = chat(user(written("ab")), assistant("a"), user(f"{other}\n{written('b')}"))
-        last = turns_of(with_repeats().sent(*body))[-1]
-        assert last["content"] == f"{other}\n[b] is above."
+    @pytest.mark.parametrize(
+        ("turns", "last"),
+        [
+            ([user(written("a")), assistant("a"), user(f"{written('a')}\nWhy?")], "[a] is above.\nWhy?"),
+            ([user(written("ab")), assistant("a"), user(f"{CHANGED}\n{written('b')}")], f"{CHANGED}\n[b] is above."),
+            ([user("Which?"), assistant(written("ab")), user(written("ab"))], written("ab")),
+            ([user(written("aab"))], written("aab")),
+        ],
+        ids=["a single one", "text that changed", "quoted by an answer", "twice in one text"],
+    )
+    def test_are_named_if_earlier_turns_hold_them(self, turns: list[Any], last: str) -> None:
+        assert turns_of(with_repeats().sent(*chat(*turns))) == [*turns[:-1], user(last)]
 
     def test_a_former_version_is_sent_again(self) -> None:
         """Its name would be that of the version that stands last."""
-        other = TEMPLATE.format(id="a", text="It has changed since.")
-        body = chat(user(written("a")), assistant("a"), user(other), assistant("b"), user(written("a")))
+        body = chat(user(written("a")), assistant("a"), user(CHANGED), assistant("b"), user(written("a")))
         proxy = with_repeats()
         assert proxy.sent(*body) == body[1]
         again = chat(*body[1]["messages"][1:], assistant("c"), user(written("a")))
         assert turns_of(proxy.sent(*again))[-1] == user("[a] is above.")
-
-    def test_an_answer_that_quotes_one_does_not_hold_it(self) -> None:
-        body = chat(user("Which?"), assistant(written("ab")), user(written("ab")))
-        proxy = with_repeats()
-        assert proxy.sent(*body) == body[1]
 
     def test_in_the_system_message_they_stand_as_well(self) -> None:
         body = {"messages": [{"role": "system", "content": written("ab")}, user(f"{written('b')}\nWhich?")]}
         proxy = with_repeats()
         sent = proxy.sent("chat", body)
         assert sent["messages"] == [body["messages"][0], user("[b] is above.\nWhich?")]
-        assert proxy.named == "0"
-
-    def test_a_single_one_is_named_where_nothing_is_ordered(self) -> None:
-        proxy = with_repeats()
-        body = chat(user(written("a")), assistant("a"), user(f"{written('a')}\nWhy?"))
-        assert turns_of(proxy.sent(*body))[-1] == user("[a] is above.\nWhy?")
         assert proxy.named == "0"
 
     def test_in_results_and_messages_of_tools(self) -> None:
@@ -349,10 +334,6 @@ class TestRepeatedDocuments:
         assert sent[-1] == user([result("[b] is above."), result(written("c"), "So.")])
         assert sent[:-1] == turns_of(body[1])[:-1]
 
-    def test_twice_in_one_text_both_are_sent(self) -> None:
-        body = chat(user(written("aab")))
-        assert with_repeats().sent(*body) == body[1]
-
     def test_the_text_that_names_them_can_be_given(self) -> None:
         naming = RepeatedDocuments(DocumentTemplate(TEMPLATE), "(see {id})")
         proxy = Proxy(repeated=naming)
@@ -377,13 +358,7 @@ class TestRepeatedDocuments:
     def test_numbers_by_place_name_nothing(self) -> None:
         template = DocumentTemplate(TEMPLATE)
         with pytest.raises(TemplateError, match="position number"):
-            make_app(
-                Orderer(),
-                upstream="http://127.0.0.1:1",
-                template=template,
-                repeated=RepeatedDocuments(template),
-                number_by_place=True,
-            )
+            proxy_to(echo, template=template, repeated=RepeatedDocuments(template), number_by_place=True)
 
     @given(st.lists(st.text("abcd", max_size=5), min_size=1, max_size=6), st.integers(0, 5))
     def test_every_document_of_the_last_turn_stands_in_what_is_sent(self, asked: Sequence[str], dropped: int) -> None:

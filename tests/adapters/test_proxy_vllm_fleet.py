@@ -1,4 +1,4 @@
-"""Real vLLM servers behind `ragorder serve`: what two cache together, and what a killed one or a killed log costs."""
+"""Real vLLM servers of `ragorder serve`: what two cache together, and what a killed one or a killed log costs."""
 
 from __future__ import annotations
 

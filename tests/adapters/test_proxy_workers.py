@@ -65,7 +65,7 @@ class _Engine(Handler):
 
 
 class Engine(LocalServer):
-    """Answers at once; a stream goes on behind its first event when the gate is open."""
+    """Answers at once; a stream goes on after its first event when the gate is open."""
 
     def __init__(self) -> None:
         super().__init__(_Engine)

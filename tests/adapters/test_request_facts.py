@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from ragorder.adapters.request_facts import tenant_digest, with_facts
 from ragorder.adapters.vllm_tiers import RequestFacts, read_facts
 
 pytest.importorskip("openai")
-httpx2 = pytest.importorskip("httpx2")
+pytest.importorskip("httpx2")
 
 DOCUMENTS = [Document(f"d{number}", f"Secret {number} is kept in drawer {number}. " * 3) for number in range(4)]
 QUERY = "What is kept where?"
@@ -86,23 +87,14 @@ class TestTheFacts:
 CHUNK = {"choices": [{"text": "yes", "finish_reason": "stop"}]}
 
 
-class Response:
+class Response(nullcontext[Any]):
     """A stream of one chunk."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+    def __init__(self) -> None:
+        super().__init__(self)
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         yield CHUNK
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        pass
 
     async def __aiter__(self) -> AsyncIterator[Mapping[str, Any]]:
         yield CHUNK
@@ -149,7 +141,7 @@ class ExactFirst(Orderer):
 
 class TestTheClients:
     @pytest.mark.parametrize("prompts", ["messages", "token_ids"])
-    def test_clients_send_facts_if_enabled(self, builder: PromptBuilder, orderer: Orderer, prompts: Any) -> None:
+    def test_send_facts_if_enabled(self, builder: PromptBuilder, orderer: Orderer, prompts: Any) -> None:
         end = FarEnd()
         client = OrderedClient(end, model="m", orderer=orderer, builder=builder, prompts=prompts, send_facts=True)
         client.generate(QUERY, DOCUMENTS[:3])
@@ -161,7 +153,7 @@ class TestTheClients:
         assert facts is not None and facts.expected == (2, 1), "the first document is that of the request before"
         assert end.sent[-1]["extra_body"]["cache_salt"] == "red"
 
-    async def test_of_coroutines_do_so_too(self, builder: PromptBuilder, orderer: Orderer) -> None:
+    async def test_send_them_from_coroutines(self, builder: PromptBuilder, orderer: Orderer) -> None:
         end = FarEnd(asynchronous=True)
         client = AsyncOrderedClient(end, model="m", orderer=orderer, builder=builder, send_facts=True)
         await client.generate(QUERY, DOCUMENTS)
@@ -187,7 +179,7 @@ class TestTheClients:
         assert end.sent[-1]["extra_body"]["kv_transfer_params"]["other"] == 1
         assert end.facts() == RequestFacts(tuple(ends_of(builder, DOCUMENTS)), cost=0.25, expected=ONCE)
 
-    def test_unknown_document_ends_are_left_out(self, orderer: Orderer) -> None:
+    def test_leave_out_unknown_document_ends(self, orderer: Orderer) -> None:
         end = FarEnd()
         client = OrderedClient(end, model="m", orderer=orderer, builder=PromptBuilder("Be careful."), send_facts=True)
         client.generate(QUERY, DOCUMENTS, scope="red")
@@ -208,9 +200,7 @@ class TestPipelines:
 
     @pytest.mark.vllm
     @pytest.mark.parametrize("tiers", [True, False])
-    async def test_give_them_to_an_engine_that_has_tiers(
-        self, builder: PromptBuilder, orderer: Orderer, tiers: bool
-    ) -> None:
+    async def test_give_them_to_engines_with_tiers(self, builder: PromptBuilder, orderer: Orderer, tiers: bool) -> None:
         pytest.importorskip("vllm")
         from ragorder.adapters.vllm.async_engine import AsyncVLLM
 
@@ -231,30 +221,21 @@ class TestPipelines:
         assert given[0].extra_args == own
 
 
-Post = Callable[..., Any]
+Post = Callable[..., dict[str, Any]]
 
 
 class TestTheProxy:
     @pytest.fixture
-    def sent(self) -> list[dict[str, Any]]:
-        return []
-
-    @pytest.fixture
-    def post(self, sent: list[dict[str, Any]], orderer: Orderer) -> Post:
-        """Sends a body through a proxy with these options; `sent` gets what the server behind it is sent."""
+    def post(self, orderer: Orderer) -> Post:
+        """Sends a body through a proxy with these options; returns what the server is sent."""
         pytest.importorskip("starlette")
-        from ragorder.adapters.proxy import make_app
+        from support.requests import echo, post_to, proxy_to
 
-        def answer(request: Any) -> Any:
-            sent.append(json.loads(request.content))
-            return httpx2.Response(200, stream=httpx2.ByteStream(b"{}"))
-
-        async def post(body: Mapping[str, Any], **options: Any) -> None:
-            options = {"send_facts": True, "make_transport": lambda: httpx2.MockTransport(answer)} | options
-            app = make_app(orderer, upstream="http://server", **options)
-            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://proxy") as client:
-                response = await client.post("/v1/chat/completions", json=body)
-            assert response.status_code == 200, response.text
+        def post(body: Mapping[str, Any], *, orderer: Orderer = orderer, **options: Any) -> dict[str, Any]:
+            answer = post_to(proxy_to(echo, orderer, **{"send_facts": True} | options), body)
+            assert answer.status_code == 200, answer.text
+            sent: dict[str, Any] = answer.json()
+            return sent
 
         return post
 
@@ -263,47 +244,34 @@ class TestTheProxy:
         system = {"role": "system", "content": "Be careful."}
         return {"model": "m", "messages": [system], "ragorder": {"documents": documents, "query": QUERY}, **fields}
 
-    async def test_the_proxy_sends_facts_if_enabled(
-        self, post: Post, sent: list[dict[str, Any]], builder: PromptBuilder, tokenizers: dict[str, Any]
-    ) -> None:
-        await post(self.tagged(cache_salt="red"), tokenizer=tokenizers["chatml"])
-        facts = read_facts(sent[-1]["kv_transfer_params"])
+    def test_facts_are_sent_if_enabled(self, post: Post, builder: PromptBuilder, tokenizers: dict[str, Any]) -> None:
+        sent = post(self.tagged(cache_salt="red"), tokenizer=tokenizers["chatml"])
+        facts = read_facts(sent["kv_transfer_params"])
         assert facts == RequestFacts(tuple(ends_of(builder, DOCUMENTS)), tenant_digest("red"), expected=ONCE)
-        assert "ragorder" not in sent[-1]
+        assert "ragorder" not in sent
+        by_default = post(self.tagged(cache_salt="red"), tokenizer=tokenizers["chatml"], send_facts=False)
+        assert "kv_transfer_params" not in by_default
 
-    @pytest.mark.parametrize("orderer", [ExactFirst(strict=True)], ids=["invests"])
-    async def test_says_which_documents_are_to_be_exact(
-        self, post: Post, sent: list[dict[str, Any]], tokenizers: dict[str, Any]
-    ) -> None:
-        await post(self.tagged(), tokenizer=tokenizers["chatml"])
-        assert sent[-1]["kv_transfer_params"]["ragorder"]["exact"] == 1
-        await post(self.tagged())
-        assert "kv_transfer_params" not in sent[-1]
+    def test_the_number_of_exact_documents_is_sent(self, post: Post, tokenizers: dict[str, Any]) -> None:
+        sent = post(self.tagged(), orderer=ExactFirst(strict=True), tokenizer=tokenizers["chatml"])
+        assert sent["kv_transfer_params"]["ragorder"]["exact"] == 1
+        assert "kv_transfer_params" not in post(self.tagged(), orderer=ExactFirst(strict=True))
 
-    async def test_sends_none_by_default(
-        self, post: Post, sent: list[dict[str, Any]], tokenizers: dict[str, Any]
-    ) -> None:
-        await post(self.tagged(cache_salt="red"), tokenizer=tokenizers["chatml"], send_facts=False)
-        assert "kv_transfer_params" not in sent[-1]
+    def test_estimated_ends_are_not_sent(self, post: Post) -> None:
+        sent = post(self.tagged(cache_salt="red"))
+        assert read_facts(sent["kv_transfer_params"]) == RequestFacts((), tenant_digest("red"))
+        assert "kv_transfer_params" not in post(self.tagged())
 
-    async def test_says_nothing_of_ends_that_it_can_only_estimate(self, post: Post, sent: list[dict[str, Any]]) -> None:
-        await post(self.tagged(cache_salt="red"))
-        assert read_facts(sent[-1]["kv_transfer_params"]) == RequestFacts((), tenant_digest("red"))
-        await post(self.tagged())
-        assert "kv_transfer_params" not in sent[-1]
-
-    async def test_knows_the_ends_of_documents_that_it_finds_in_a_message(
-        self, post: Post, sent: list[dict[str, Any]], tokenizers: dict[str, Any]
-    ) -> None:
+    def test_ends_of_documents_in_a_message_are_sent(self, post: Post, tokenizers: dict[str, Any]) -> None:
         from ragorder.adapters.proxy import DocumentTemplate
 
         tokenizer = tokenizers["chatml"]
         written = [f"<d>{each.text}</d>" for each in DOCUMENTS]
         content = "\n\n".join([f"These: {written[0]}", *written[1:], QUERY])
         body = {"model": "m", "messages": [{"role": "user", "content": content}]}
-        await post(body, tokenizer=tokenizer, template=DocumentTemplate("<d>{text}</d>"))
-        assert sent[-1]["messages"] == body["messages"]
-        facts = read_facts(sent[-1]["kv_transfer_params"])
+        sent = post(body, tokenizer=tokenizer, template=DocumentTemplate("<d>{text}</d>"))
+        assert sent["messages"] == body["messages"]
+        facts = read_facts(sent["kv_transfer_params"])
         assert facts is not None
         for end, document in zip(facts.documents, written, strict=True):
             front = content[: content.index(document) + len(document)]
@@ -312,34 +280,24 @@ class TestTheProxy:
             # Where pieces meet, a tokenizer may join what we count apart.
             assert abs(end - upto) <= len(DOCUMENTS)
 
-    @pytest.mark.parametrize("params", [{"x": 1}, {"ragorder": {"documents": [5]}}, 7, {"ragorder": 7}], ids=ascii)
-    async def test_keeps_what_the_client_sends_there(self, post: Post, sent: list[dict[str, Any]], params: Any) -> None:
-        await post(self.tagged(cache_salt="red", kv_transfer_params=params))
-        own = with_facts({"kv_transfer_params": params}, (), "red")
-        assert sent[-1]["kv_transfer_params"] == own["kv_transfer_params"]
+    @pytest.mark.parametrize(
+        ("params", "sent"),
+        [
+            ({"x": 1}, {"x": 1, "ragorder": {"tenant": RED}}),
+            ({"ragorder": {"documents": [5]}}, {"ragorder": {"documents": [5], "tenant": RED}}),
+            # Nothing can be added to these.
+            *((params, params) for params in (7, "text", [1], {"ragorder": 7}, {"ragorder": None})),
+        ],
+        ids=ascii,
+    )
+    def test_what_the_client_sends_there_is_kept(self, post: Post, params: Any, sent: Any) -> None:
+        assert post(self.tagged(cache_salt="red", kv_transfer_params=params))["kv_transfer_params"] == sent
 
-    @pytest.mark.parametrize("tiers", [True, False])
-    def test_the_command_line_enables_facts(self, monkeypatch: pytest.MonkeyPatch, tiers: bool) -> None:
+    @pytest.mark.parametrize("options", [(), ("--tiers",)], ids=str)
+    def test_the_command_line_enables_facts(self, run_serve: Callable[..., Any], options: tuple[str, ...]) -> None:
         pytest.importorskip("uvicorn")
-        from click.testing import CliRunner
-
-        import ragorder.adapters.proxy as proxy
-        from ragorder.cli.serve import serve
-
-        told: list[bool] = []
-        make_app = proxy.make_app
-
-        def make(*arguments: Any, send_facts: bool, **options: Any) -> Any:
-            told.append(send_facts)
-            return make_app(*arguments, send_facts=send_facts, **options)
-
-        monkeypatch.setattr("ragorder.adapters.proxy.make_app", make)
-        monkeypatch.setattr(
-            "ragorder.adapters.http_server.server.run_server", lambda app, listening, *_, **__: listening.close()
-        )
-        shape = ["--upstream", "http://127.0.0.1:1", "--port", "0", "--capacity-tokens", "9", "--block-size", "9"]
-        done = CliRunner().invoke(serve, [*shape, *["--tiers"][: 1 if tiers else 0]])
-        assert (done.exit_code, told) == (0, [tiers]), done.output
+        served = run_serve(*options, "--capacity-tokens", "9", "--block-size", "9")
+        assert served.app["send_facts"] is bool(options), served.said
 
 
 @pytest.mark.slow

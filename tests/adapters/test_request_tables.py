@@ -35,7 +35,7 @@ def saved(orders: list[Any]) -> int:
     return sum(shared_documents(before, order) for before, order in pairwise([[], *orders]))
 
 
-def test_every_row_comes_once_and_nearly_all_is_saved_that_one_plan_saves() -> None:
+def test_every_row_comes_once_and_shards_save_nearly_what_one_plan_saves() -> None:
     rankings = [
         [f"d{each}" for each in ranking] for ranking in make_workload("mix64", 0, requests=1500).rankings[:1500]
     ]
@@ -92,7 +92,7 @@ def test_an_empty_table_is_planned() -> None:
         ({"documents": [["a"]], "permutation": [1]}, RequestColumns(), "'permutation', which the plan adds"),
     ],
 )
-def test_what_cannot_be_read_is_said(table: dict[str, Any], columns: RequestColumns, said: str) -> None:
+def test_unreadable_tables_are_refused(table: dict[str, Any], columns: RequestColumns, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         columns.deal(pyarrow.table(table), ShardPaths.of([], 1))
 

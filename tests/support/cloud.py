@@ -46,6 +46,7 @@ class Cloud:
     """Keeps the bodies and headers that it gets, and answers "yes", or the `error`: a status and a body."""
 
     def __init__(self) -> None:
+        self.contents: list[bytes] = []
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.error: tuple[int, dict[str, Any]] | None = None
@@ -62,6 +63,7 @@ class Cloud:
             message = await receive()
             content += message.get("body", b"")
             more = message.get("more_body", False)
+        self.contents.append(content)
         body = json.loads(content)
         self.bodies.append(body)
         self.headers.append({name.decode(): value.decode("latin-1") for name, value in scope["headers"]})
