@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Any
 
 import pytest
+from support.small_engine import Make
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
 
-from ragorder.kernels.engine import TBT_BOUNDS_S, EngineSettings, Request, Sampling, TieredEngine
+from ragorder.kernels.engine import TBT_BOUNDS_S, Request, Sampling, TieredEngine
 
 
 class Clock:
@@ -25,13 +25,8 @@ class Clock:
 
 
 @pytest.fixture
-def engine() -> Any:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 128}
-    config = transformers.LlamaConfig(vocab_size=64, num_attention_heads=2, num_key_value_heads=1, **sizes)
-    settings = EngineSettings(device_tokens=256, host_bytes=0, verify=False)
-    with TieredEngine(transformers.LlamaForCausalLM(config).eval(), settings=settings) as engine:
-        yield engine
+def engine(make: Make) -> TieredEngine:
+    return make()
 
 
 def serve(engine: TieredEngine, clock: Clock, *lengths: int) -> dict[int, float | None]:
