@@ -278,33 +278,11 @@ def fill(tier: Tier, path: Iterable[str], parent: str | None = None) -> None:
     tier.use(path, cost=1.0, computed=path)
 
 
-class TestWhatGoesFirst:
-    def test_leaves_before_their_parents_however_often_they_were_used(self, tier: Tier) -> None:
-        fill(tier, "abc")
-        fill(tier, "x")
-        for _ in range(9):
-            tier.use("bc", cost=1.0)
-        order = list(tier.victims())
-        assert [key for key in order if key != "x"] == ["c", "b", "a"]
-        assert tier.evict(4) == order
-
-    def test_nothing_when_it_would_not_be_enough(self, tier: Tier) -> None:
-        fill(tier, "abc")
-        fill(tier, "x")
-        tier.pin("b")
-        before = list(tier.victims())
-        assert before == ["c", "x"]
-        assert tier.evict(3) is None
-        assert tier.evict(2, protected={"x"}) is None
-        assert list(tier.victims()) == before
-        assert (len(tier), tier.used) == (4, 4)
-        assert tier.evict(2) == before
-
-    def test_a_node_may_come_back_elsewhere(self, tier: Tier) -> None:
-        fill(tier, "abc")
-        tier.remove("c")
-        tier.insert("c", 1, "a")
-        assert sorted(islice(tier.victims(), 2)) == ["b", "c"]
+def test_a_node_may_come_back_elsewhere(tier: Tier) -> None:
+    fill(tier, "abc")
+    tier.remove("c")
+    tier.insert("c", 1, "a")
+    assert sorted(islice(tier.victims(), 2)) == ["b", "c"]
 
 
 class TestWhatCannotBe:
@@ -327,7 +305,7 @@ class TestWhatCannotBe:
         node = tier.get("x")
         assert len(tier) == 1 and node is not None and node.frequency == 1
 
-    def test_a_history_of_two_tiers(self) -> None:
+    def test_a_history_of_two_tiers_is_refused(self) -> None:
         history = History(3)
         Tier(make_policy("lru"), history)
         with pytest.raises(ValueError, match="one tier"):
@@ -357,56 +335,51 @@ def test_whatever_was_forecast_leaves_once_it_is_not_used() -> None:
     assert "a" not in tier
 
 
-class TestPGDSFByHand:
+def test_pgdsf_by_hand() -> None:
     """The knowledge tree of Fig. 10: S is the system prompt, sizes are tokens, costs seconds a token."""
 
-    def priorities(self, tier: Tier) -> dict[str, float]:
+    def priorities() -> dict[str, float]:
         nodes = ((key, tier.get(key)) for key in ("S", "D1", "D2", "D3"))
         return {key: node.priority for key, node in nodes if node is not None}
 
-    def test_what_is_used_now_has_a_higher_priority_than_what_was_used_before_an_eviction(self) -> None:
-        policy: Any = make_policy("pgdsf")
-        tier = Tier(policy)
-        # [S, D1, D2], nothing cached.
-        tier.insert("S", 100)
-        tier.insert("D1", 400, "S")
-        tier.insert("D2", 500, "D1")
-        tier.use(["S", "D1", "D2"], cost=0.5, computed={"S", "D1", "D2"})
-        # [S, D3], S cached.
-        tier.insert("D3", 300, "S")
-        tier.use(["S", "D3"], cost=0.25, computed={"D3"})
-        assert self.priorities(tier) == {"S": 2 * 0.5, "D1": 0.5, "D2": 0.5, "D3": 0.25}
-        assert policy.clock == 0
-        assert tier.evict(300) == ["D3"]
-        assert policy.clock == 0.25
-        tier.insert("D3", 300, "S")
-        tier.use(["S", "D3"], cost=0.75, computed={"D3"})
-        assert self.priorities(tier) == {"S": 0.25 + 3 * 0.5, "D1": 0.5, "D2": 0.5, "D3": 0.25 + 1 * 0.75}
-        assert tier.evict(600) == ["D2", "D1"]
-        assert policy.clock == 0.5
+    policy: Any = make_policy("pgdsf")
+    tier = Tier(policy)
+    # [S, D1, D2], nothing cached.
+    for key, size, parent in (("S", 100, None), ("D1", 400, "S"), ("D2", 500, "D1")):
+        tier.insert(key, size, parent)
+    tier.use(["S", "D1", "D2"], cost=0.5, computed={"S", "D1", "D2"})
+    # [S, D3], S cached.
+    tier.insert("D3", 300, "S")
+    tier.use(["S", "D3"], cost=0.25, computed={"D3"})
+    assert priorities() == {"S": 2 * 0.5, "D1": 0.5, "D2": 0.5, "D3": 0.25}
+    assert policy.clock == 0
+    assert tier.evict(300) == ["D3"]
+    assert policy.clock == 0.25
+    tier.insert("D3", 300, "S")
+    tier.use(["S", "D3"], cost=0.75, computed={"D3"})
+    assert priorities() == {"S": 0.25 + 3 * 0.5, "D1": 0.5, "D2": 0.5, "D3": 0.25 + 1 * 0.75}
+    assert tier.evict(600) == ["D2", "D1"]
+    assert policy.clock == 0.5
 
 
-class TestTheOtherPolicies:
+@pytest.mark.parametrize(
+    ("name", "order"), [("pgdsf", "dcba"), ("gdsf", "adcb"), ("lru", "abdc"), ("lfu", "adcb"), ("forecast", "dcba")]
+)
+def test_each_policy_has_an_order_of_its_own(name: str, order: str) -> None:
     """a: computed once at a high cost; b: used three times; c: used last. d: as a, but cheap."""
-
-    @pytest.mark.parametrize(
-        ("name", "order"),
-        [("pgdsf", "dcba"), ("gdsf", "adcb"), ("lru", "abdc"), ("lfu", "adcb"), ("forecast", "dcba")],
-    )
-    def test_each_has_an_order_of_its_own(self, name: str, order: str) -> None:
-        tier = Tier(make_policy(name))
-        for key in "abdc":
-            tier.insert(key)
-        for key, cost in (("a", 9.0), ("b", 1.0), ("b", 1.0), ("b", 1.0), ("d", 0.5), ("c", 1.0)):
-            tier.use(key, cost=cost, computed=key)
-        assert "".join(map(str, tier.victims())) == order
+    tier = Tier(make_policy(name))
+    for key in "abdc":
+        tier.insert(key)
+    for key, cost in (("a", 9.0), ("b", 1.0), ("b", 1.0), ("b", 1.0), ("d", 0.5), ("c", 1.0)):
+        tier.use(key, cost=cost, computed=key)
+    assert "".join(map(str, tier.victims())) == order
 
 
 class TestAwaitedNodes:
     def test_have_a_bound_and_the_first_requests_have_precedence(self) -> None:
         awaited = AwaitedNodes(10)
         first = awaited.add([("a", 4), ("b", 4), ("c", 4), ("d", 1)])
-        assert first == ("a", "b"), "nothing behind a node without room"
+        assert first == ("a", "b"), "nothing after a node without room"
         assert awaited.add([("e", 3)]) == ()
         assert awaited.add([("a", 4), ("f", 2)]) == ("a", "f")
         awaited.remove(first)
@@ -497,7 +470,7 @@ def comparisons(step: Any) -> int:
 
 
 class TestWhatItTakes:
-    """In comparisons of priorities, the only steps of which there may be many."""
+    """In comparisons of priorities: there may be many of these steps alone."""
 
     @pytest.fixture(scope="class")
     def tiers(self) -> dict[int, Tier]:
