@@ -438,9 +438,7 @@ class TestAnotherIdentity:
         assert store.counters.refusals() == {"identity": 1}
         assert put(store, KEY) and holds(store, KEY)
 
-    def test_a_single_chunk_of_another_model_is_skipped_stays_and_takes_room(
-        self, folder: Path, tmp_path: Path
-    ) -> None:
+    def test_a_chunk_of_another_model_is_skipped_and_takes_room(self, folder: Path, tmp_path: Path) -> None:
         stored(tmp_path / "other", KEY, identity="another model")
         stranger = file_of(tmp_path / "other", KEY)
         open_store(folder).close()
@@ -614,7 +612,7 @@ class TestADiskThatFails:
         store = open_store(folder)
         assert put(store, KEY) and holds(store, KEY)
 
-    def test_on_a_disk_that_others_fill_newer_chunks_take_the_place_of_older_ones(
+    def test_on_a_full_disk_newer_chunks_replace_older_ones(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A quota would look like this: the system says nothing of it but at the write."""
@@ -818,9 +816,7 @@ class TestTwoProcesses:
         assert store.counters.restored == 1
         assert store.read(b"theirs", bytearray(5000))
 
-    def test_a_lock_file_that_is_not_the_folders_any_more_is_none(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_replaced_lock_file_is_no_lock(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         open_store(folder).close()
         monkeypatch.setattr(os.path, "samestat", lambda one, other: False)
         with pytest.raises(StoreRefusedError) as refused:

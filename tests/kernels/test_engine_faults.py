@@ -59,11 +59,12 @@ class Faults:
         return logits
 
 
+Break = Callable[[TieredEngine], Faults]
 KINDS = ["before", "after", "after sampling", "memory"]
 
 
 @pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Callable[[TieredEngine], Faults]:
+def faults(monkeypatch: pytest.MonkeyPatch) -> Break:
     return lambda engine: Faults(engine, monkeypatch)
 
 
@@ -94,7 +95,7 @@ class TestAFailedStep:
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("good_steps", [0, 4])
     def test_is_computed_again_and_no_token_is_lost_or_repeated(
-        self, make: Make, plain: Any, faults: Callable[..., Faults], kind: str, good_steps: int
+        self, make: Make, plain: Any, faults: Break, kind: str, good_steps: int
     ) -> None:
         engine = make(max_batch_tokens=64)
         broken = faults(engine)
@@ -111,9 +112,7 @@ class TestAFailedStep:
         assert engine.stats().failed_steps == 1
         assert engine.stats().finished == {"length": 3}
 
-    def test_keeps_what_host_and_disk_hold(
-        self, make: Make, plain: Any, model: Any, tmp_path: Path, faults: Callable[..., Faults]
-    ) -> None:
+    def test_keeps_host_and_disk(self, make: Make, plain: Any, model: Any, tmp_path: Path, faults: Break) -> None:
         engine = make(**small_tiers(model, tmp_path, 8), replicate_nodes=0)
         documents = [tokens(90, seed) for seed in range(4)]
         for document in documents:
@@ -128,9 +127,7 @@ class TestAFailedStep:
         assert {cached.total for cached in found} == {90}
         assert {bool(cached.host) for cached in found} == {True, False}
 
-    def test_leaves_nothing_of_the_device_but_replicas(
-        self, make: Make, plain: Any, model: Any, faults: Callable[..., Faults]
-    ) -> None:
+    def test_leaves_nothing_of_the_device_but_replicas(self, make: Make, plain: Any, model: Any, faults: Break) -> None:
         engine = make(host_bytes=64 * block_bytes(model), replicate_nodes=1)
         often, once = ask([tokens(40, 1)], tokens(9, 3)), ask([tokens(40, 2)], tokens(9, 3))
         engine.generate([often])
@@ -143,7 +140,7 @@ class TestAFailedStep:
         cached = [exactly(engine, plain, request)[0].cached for request in (often, once)]
         assert cached == [(0, 40, 0), (0, 0, 0)]
 
-    def test_reports_as_cached_what_was_of_use(self, make: Make, faults: Callable[..., Faults]) -> None:
+    def test_reports_as_cached_what_was_of_use(self, make: Make, faults: Break) -> None:
         """What the failure took away was not."""
         engine = make()
         request = ask([tokens(40, 1)], tokens(9, 3), max_tokens=3)
@@ -158,7 +155,7 @@ class TestAFailedStep:
 class TestRetries:
     @pytest.mark.parametrize("retries", [0, 1, 3])
     def test_are_bounded(
-        self, make: Make, plain: Any, faults: Callable[..., Faults], retries: int, caplog: pytest.LogCaptureFixture
+        self, make: Make, plain: Any, faults: Break, retries: int, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.DEBUG, "ragorder")
         engine = make(max_retries=retries)
@@ -232,16 +229,14 @@ class TestAShortageOfMemory:
         stats = engine.stats()
         assert (stats.failed_steps, stats.retries, stats.finished) == (4, 0, {"length": 4})
 
-    def test_keeps_what_earlier_steps_have_cached(self, make: Make, faults: Callable[..., Faults]) -> None:
+    def test_keeps_what_earlier_steps_have_cached(self, make: Make, faults: Break) -> None:
         engine = make()
         engine.generate([ask([tokens(40, 1)], tokens(9, 2))])
         faults(engine).next = ["memory"]
         [completion] = engine.generate([ask([tokens(40, 1)], tokens(9, 3))])
         assert completion.cached.device == 40
 
-    def test_is_over_after_a_while(
-        self, make: Make, faults: Callable[..., Faults], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_is_over_after_a_while(self, make: Make, faults: Break, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("ragorder.kernels.engine.scheduler._STEPS_TO_GROW", 3)
         engine = make(max_batch_tokens=64)
         broken = faults(engine)
@@ -249,7 +244,7 @@ class TestAShortageOfMemory:
         engine.generate([ask([], tokens(400, 1))])
         assert broken.batches == [64, 32, 32, 32, 64, 64, 64, 64, 48]
 
-    def test_for_one_token_is_a_failure(self, make: Make, faults: Callable[..., Faults]) -> None:
+    def test_for_one_token_is_a_failure(self, make: Make, faults: Break) -> None:
         engine = make(max_retries=2)
         faults(engine).next = ["memory"] * 9
         [completion] = engine.generate([ask([], tokens(9, 1))])
@@ -336,7 +331,7 @@ class TestADeadline:
         assert "after 0 tokens" in (completion.error or "")
         assert not engine.has_unfinished
 
-    def test_holds_while_the_device_fails(self, make: Make, faults: Callable[..., Faults], clock: Clock) -> None:
+    def test_holds_while_the_device_fails(self, make: Make, faults: Break, clock: Clock) -> None:
         engine = make(max_retries=1000)
         request = ask([], tokens(20, 1), max_tokens=5)
         engine.add(Request(request.token_ids, sampling=request.sampling, deadline_s=2.5))
@@ -356,7 +351,7 @@ def test_every_request_is_answered_as_by_a_cold_engine_or_says_why_not(
     make: Make,
     model: Any,
     tmp_path: Path,
-    faults: Callable[..., Faults],
+    faults: Break,
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

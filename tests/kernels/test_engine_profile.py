@@ -113,9 +113,7 @@ class TestLoads:
             assert all(load_s > 0 for load_s in profile.loads.values())
         assert not list(tmp_path.glob("**/.ragorder-*")), "what was written to the disk is gone"
 
-    def test_of_a_disk_that_takes_nothing_are_left_out(
-        self, start: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_of_a_full_disk_are_left_out(self, start: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(*_: Any) -> None:
             raise StoreRefusedError("full", "no store")
 

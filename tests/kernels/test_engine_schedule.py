@@ -79,9 +79,7 @@ def test_turns_are_in_the_order_of_arrival_if_the_settings_say_so(make: Make, se
 class TestTiers:
     """A token costs nothing on the device, a tenth of a computed one in host memory, two tenths on the disk."""
 
-    def test_the_device_goes_before_the_host_and_the_host_before_the_disk(
-        self, make: Make, model: Any, tmp_path: Path
-    ) -> None:
+    def test_the_device_goes_first_and_the_disk_last(self, make: Make, model: Any, tmp_path: Path) -> None:
         engine = make(**small_tiers(model, tmp_path, 7), replicate_nodes=0, max_requests=1, policy="lru")
         documents = [tokens(40, 20 + seed) for seed in range(6)]
         for document in documents:
@@ -94,7 +92,7 @@ class TestTiers:
         assert served(engine, *(asked[document] for document in reversed(held))) == [2, 1, 0]
 
     @pytest.mark.parametrize(("host_s", "far_first"), [(None, True), (1e-6, True), (45e-6, False)])
-    def test_a_long_prefix_in_the_host_goes_before_a_short_one_on_the_device_if_a_load_saves_more(
+    def test_a_long_prefix_in_the_host_goes_first_if_its_load_saves_more(
         self, make: Make, model: Any, tmp_path: Path, host_s: float | None, far_first: bool
     ) -> None:
         """A token is computed in 50 µs: a load of 45 µs saves next to nothing."""

@@ -690,12 +690,9 @@ class TestAfterARestart:
         assert cache.stats().disk.capacity_bytes == 0
         cache.close()
 
-    def test_a_folder_that_another_one_has_is_left_alone(
-        self, engine: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_locked_folder_is_left_alone(self, engine: Made) -> None:
         at = engine(device_blocks=5, disk=PLENTY)
-        with caplog.at_level("WARNING", "ragorder"):
-            second = engine(device_blocks=5, disk=PLENTY)
+        second = engine(device_blocks=5, disk=PLENTY)
         assert second.cache.stats().disk.refused == {"locked": 1}
         second.serve(A, B, C)
         second.empty_device()
@@ -859,9 +856,7 @@ class TestRoom:
         assert at.serve(parent) == (7, 0, 0)
         check_accounts(at.cache)
 
-    def test_an_orphan_leaves_with_the_block_that_it_shares(
-        self, engine: Made, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_orphan_leaves_with_the_block_it_shares(self, engine: Made, monkeypatch: pytest.MonkeyPatch) -> None:
         """B goes on in F's block, and D, between them, could not be loaded: F leaves first, and frees none."""
         at = engine(device_blocks=4, disk=PLENTY, policy="lru")
         at.serve(F, D)

@@ -305,9 +305,7 @@ class TestStreamsInOrder:
         assert told == [("host", "waits for", f"event of {name}")]
 
     @pytest.mark.parametrize("into_device", [True, False])
-    def test_of_a_pool_with_layers_in_the_host_only_the_others_are_on_a_stream(
-        self, told: list[tuple[str, ...]], into_device: bool
-    ) -> None:
+    def test_layers_in_the_host_are_not_on_a_stream(self, told: list[tuple[str, ...]], into_device: bool) -> None:
         host, device = filled(3, 1), LayeredPool(SHAPE, 3, in_host=(1,))
         source, target = (host, device) if into_device else (device, host)
         for layer, part in enumerate(device.parts):

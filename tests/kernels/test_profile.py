@@ -257,9 +257,7 @@ class TestAGrid:
             ([0], [], "needs token counts"),
         ],
     )
-    def test_that_cannot_be_measured_is_refused(
-        self, cached: list[int] | None, new: list[int] | None, said: str
-    ) -> None:
+    def test_that_is_impossible_is_refused(self, cached: list[int] | None, new: list[int] | None, said: str) -> None:
         with pytest.raises(EngineError, match=said):
             plan_grid(known(), cached, new)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import math
+import os
 import shutil
 import threading
 from collections import Counter
@@ -172,9 +172,7 @@ class TestExactness:
 
 
 class TestTiers:
-    def test_what_left_the_host_comes_back_from_the_disk_and_survives_the_engine(
-        self, make: Make, plain: Any, model: Any, tmp_path: Path
-    ) -> None:
+    def test_what_left_the_host_stays_on_the_disk(self, make: Make, plain: Any, model: Any, tmp_path: Path) -> None:
         tiers = small_tiers(model, tmp_path, 8)
         engine = make(**tiers)
         first = ask([tokens(37, 1), tokens(30, 2)], tokens(9, 3))
@@ -192,9 +190,7 @@ class TestTiers:
             assert completion.cached == (0, 0, cached)
 
     @pytest.mark.parametrize(("backlog", "kept"), [("1KiB", False), ("1MiB", True)])
-    def test_what_waits_for_the_disk_is_bounded(
-        self, make: Make, plain: Any, tmp_path: Path, backlog: str, kept: bool
-    ) -> None:
+    def test_the_backlog_is_bounded(self, make: Make, plain: Any, tmp_path: Path, backlog: str, kept: bool) -> None:
         tiers = {"device_tokens": 8 * BLOCK, "disk_path": tmp_path / "kv", "disk_bytes": "16MiB"}
         engine = make(**tiers, disk_backlog_bytes=backlog)
         request = ask([tokens(90, 1)], tokens(9, 3))
@@ -510,9 +506,7 @@ def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
 
 class TestText:
     @pytest.mark.parametrize("text", TEXTS)
-    def test_pieces_make_the_text_whole_characters_each_wherever_the_prompt_ends(
-        self, tokenizer: Any, text: str
-    ) -> None:
+    def test_pieces_are_whole_characters_wherever_the_prompt_ends(self, tokenizer: Any, text: str) -> None:
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert decoded(tokenizer, ids) == text
         for cut in range(len(ids)):
@@ -605,9 +599,7 @@ class TestText:
 
 
 class TestFailures:
-    def test_a_lasting_error_fails_only_its_requests(
-        self, make: Make, plain: Any, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_lasting_error_fails_its_requests(self, make: Make, plain: Any, caplog: pytest.LogCaptureFixture) -> None:
         engine = make(max_requests=2)
         shared = tokens(40, 1)
         failing = [engine.add(ask([shared], tokens(9, seed), max_tokens=3)) for seed in range(2)]
@@ -794,11 +786,6 @@ def folder(model: Any, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def cut(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:5000])
-
-
 def lacks_a_weight(folder: Path) -> None:
     """transformers would fill in random numbers."""
     from safetensors.torch import load_file, save_file
@@ -808,24 +795,12 @@ def lacks_a_weight(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def configure(**changes: Any) -> Callable[[Path], object]:
-    def change(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | changes))
-
-    return change
-
-
-def cannot_be_read(name: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).write_text("{")
+def has(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
 
 
 def lacks(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).unlink()
-
-
-def nothing(folder: Path) -> None:
-    pass
 
 
 class TestLoading:
@@ -848,14 +823,14 @@ class TestLoading:
         ("spoil", "settings", "error", "said"),
         [
             (lacks("config.json"), {}, ModelLoadError, r"no config\.json"),
-            (cannot_be_read("config.json"), {}, ModelLoadError, "configuration"),
-            (configure(model_type="vit"), {}, UnsupportedModelError, "vit"),
+            (has("config.json", "{"), {}, ModelLoadError, "configuration"),
+            (has("config.json", '{"model_type": "vit"}'), {}, UnsupportedModelError, "vit"),
             (lacks("model.safetensors"), {}, ModelLoadError, r"weights cannot be read.*model\.safetensors"),
-            (cut, {}, ModelLoadError, "cannot be"),
+            (lambda folder: os.truncate(folder / "model.safetensors", 5000), {}, ModelLoadError, "cannot be"),
             (lacks_a_weight, {}, ModelLoadError, r"lacks 1 of its weights: model\.layers\.1\.mlp\.up_proj\.weight"),
-            (cannot_be_read("tokenizer.json"), {}, ModelLoadError, "tokenizer"),
-            *((nothing, {"device": device}, ValueError, device) for device in ("cuda:77", "meta", "toaster")),
-            (nothing, {"max_model_len": 2000}, ValueError, "exact only up to 1024"),
+            (has("tokenizer.json", "{"), {}, ModelLoadError, "tokenizer"),
+            *((lambda _: None, {"device": device}, ValueError, device) for device in ("cuda:77", "meta", "toaster")),
+            (lambda _: None, {"max_model_len": 2000}, ValueError, "exact only up to 1024"),
         ],
     )
     def test_what_cannot_be_loaded_is_refused(
