@@ -128,15 +128,6 @@ class TestLoads:
         assert len(list(profiles.glob("*.json"))) == 2
 
 
-def test_its_costs_are_those_of_the_nodes(start: Make) -> None:
-    engine = start()
-    engine.generate([REQUEST])
-    profile, tier = profile_of(engine), cache_of(engine)._tiers.device.tier
-    costs = [tier.get(key).cost for key in tier.victims()]
-    assert costs == [profile.cost(0, 100)] * 2
-    assert profile.cost(0, 100) != LINEAR.cost(0, 100)
-
-
 def test_a_start_survives_a_measurement_that_fails(
     start: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -347,6 +347,14 @@ def engine(tmp_path: Path) -> Iterator[Made]:
         cache.close()
 
 
+def on_disk(engine: Made, *documents: Sequence[int], device_blocks: int = 5, **settings: Any) -> Engine:
+    """The documents are on the disk, and nowhere else."""
+    at = engine(device_blocks=device_blocks, disk=PLENTY, **settings)
+    at.serve(*documents)
+    at.store()
+    return at
+
+
 def chunk_files(folder: Path) -> list[Path]:
     return sorted((folder / "disk" / "chunks").glob("??/*.kv"))
 
@@ -581,9 +589,7 @@ class TestWhatLeavesTheDevice:
         assert stats.host.nodes == 0
 
     def test_later_reads_do_not_wait_for_earlier_copies(self, engine: Made) -> None:
-        at = engine(device_blocks=5, disk=PLENTY)
-        at.serve(A, B, C)
-        at.store()
+        at = on_disk(engine, A, B, C)
         jobs = at.executor.waiting
         lease = at.cache.acquire(Request([A, B, C]).path)
         assert len(jobs) == 3
@@ -675,10 +681,7 @@ class TestAfterARestart:
     def test_another_models_documents_are_not_found(
         self, engine: Made, tmp_path: Path, shape: KVShape, identity: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        at = engine(device_blocks=5, disk=PLENTY)
-        at.serve(A, B, C)
-        at.empty_device()
-        at.cache.close()
+        on_disk(engine, A, B, C).cache.close()
         with caplog.at_level("WARNING", "ragorder"):
             disk = DiskSettings(tmp_path / "disk", PLENTY)
             cache = KnowledgeCache(shape, device_blocks=5, identity=identity, disk=disk)
@@ -701,13 +704,6 @@ class TestAfterARestart:
 
 
 class TestAFailingDisk:
-    def full(self, engine: Made) -> Engine:
-        """A, B and C are on the disk, and nowhere else."""
-        at = engine(device_blocks=5, disk=PLENTY)
-        at.serve(A, B, C)
-        at.store()
-        return at
-
     def path_of(self, at: Engine, tmp_path: Path, documents: Sequence[Sequence[int]]) -> Path:
         (found,) = {
             path for path in chunk_files(tmp_path) if Request(documents).path[-1].key in path.read_bytes()[:100]
@@ -718,7 +714,7 @@ class TestAFailingDisk:
     def test_a_chunk_that_has_changed_shortens_what_was_found(
         self, engine: Made, tmp_path: Path, bad: list[list[int]], left: int, truncated: bool
     ) -> None:
-        at = self.full(engine)
+        at = on_disk(engine, A, B, C)
         path = self.path_of(at, tmp_path, bad)
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
@@ -737,7 +733,7 @@ class TestAFailingDisk:
         assert at.serve(A, B, C) == (16, 0, 0)
 
     def test_two_requests_that_wait_for_one_chunk_both_find_less(self, engine: Made, tmp_path: Path) -> None:
-        at = self.full(engine)
+        at = on_disk(engine, A, B, C)
         self.path_of(at, tmp_path, [A]).write_bytes(b"something else")
         requests = [Request([A, B], [number]) for number in (1, 2)]
         for request in requests:
@@ -801,10 +797,8 @@ class TestRoom:
         """Parent and grandchild come from the disk, and what is between them does not, for want of memory to read it
         into. A request that needs the whole device frees blocks that two nodes both hold the tokens of: these two hold
         none of the same."""
-        at = engine(device_blocks=6, disk=PLENTY)
         parent, between, grandchild = A, [60, 61, 62, 63, 64, 65], [70, 71, 72, 73]
-        at.serve(parent, between, grandchild)
-        at.store()
+        at = on_disk(engine, parent, between, grandchild, device_blocks=6)
         made = 0
 
         def second_fails(*given: Any, **options: Any) -> Any:
@@ -831,10 +825,8 @@ class TestRoom:
     def test_nor_where_a_request_has_lost_what_is_between(self, engine: Made, monkeypatch: pytest.MonkeyPatch) -> None:
         """It goes on after a node that it has computed itself and that others failed to load. It needs the whole device
         then."""
-        at = engine(device_blocks=8, disk=PLENTY)
         parent, between = [50] * 7, [60, 61, 62, 63, 64, 65]
-        at.serve(parent, between)
-        at.store()
+        at = on_disk(engine, parent, between, device_blocks=8)
         # Holds the parent's last block, so that the request copies it.
         other, request = Request([parent]), Request([parent, between, [70, 71, 72, 73]])
         at.acquire(other).wait()
@@ -858,9 +850,7 @@ class TestRoom:
 
     def test_an_orphan_leaves_with_the_block_it_shares(self, engine: Made, monkeypatch: pytest.MonkeyPatch) -> None:
         """B goes on in F's block, and D, between them, could not be loaded: F leaves first, and frees none."""
-        at = engine(device_blocks=4, disk=PLENTY, policy="lru")
-        at.serve(F, D)
-        at.store()
+        at = on_disk(engine, F, D, device_blocks=4, policy="lru")
         request = Request([F, D, B], [1])
         at.acquire(Request([F])).wait()
         at.cache.release(next(iter(leases_of(at.cache).values())))

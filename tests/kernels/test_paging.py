@@ -94,25 +94,11 @@ class TestAPool:
         pool.close()
         assert resident_bytes() - before < 32 << 20
 
-    def test_a_free_block_has_no_owner(self) -> None:
-        pool = BlockPool(SHAPE, 2)
-        with pytest.raises(ValueError, match="allocate"):
-            pool.retain([0])
-        with pytest.raises(ValueError, match="free already"):
-            pool.release([0])
-
     def test_neighbours_that_were_given_back_are_taken_as_neighbours(self) -> None:
         pool = BlockPool(SHAPE, 9)
         assert pool.allocate(9) == list(range(9))
         pool.release([3, 4, 5])
         assert pool.allocate(3) == [3, 4, 5]
-
-    def test_a_block_is_copied_within_the_pool(self) -> None:
-        pool = filled(3)
-        before = pool.kv.clone()
-        pool.copy(2, 0)
-        assert torch.equal(pool.kv[0], before[2])
-        assert torch.equal(pool.kv[1:], before[1:])
 
     def test_a_pool_that_does_not_fit_is_refused(self) -> None:
         with pytest.raises(MemoryError, match="give the pool fewer"):
@@ -335,6 +321,8 @@ class TestStreamsInOrder:
         (lambda: make_transfers("mps"), "choose cuda or cpu"),
         (lambda: BlockPool(SHAPE, -1), "0 or more"),
         (lambda: BlockPool(SHAPE, 2).resize(-1), "give 0 or more"),
+        (lambda: BlockPool(SHAPE, 2).retain([0]), "allocate"),
+        (lambda: BlockPool(SHAPE, 2).release([0]), "free already"),
         (lambda: list(runs([1, 2], [3])), "2 blocks cannot be copied into 1"),
         *(
             (lambda name=name: replace(SHAPE, **{name: 0}), name)
