@@ -16,7 +16,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.inside import cache_of, runner_of, scheduler_of
+from support.inside import cache_of, host_of, runner_of, scheduler_of
 from support.small_engine import (
     BLOCK,
     VOCABULARY,
@@ -46,7 +46,7 @@ from ragorder.kernels.engine import (
 )
 from ragorder.kernels.engine.detokenize import TextStream
 from ragorder.kernels.engine.runner import choose
-from ragorder.kernels.paging.transfers import ThreadTransfers
+from ragorder.kernels.paging import BlockPool, ThreadTransfers
 
 
 def used_blocks(engine: TieredEngine) -> int:
@@ -65,40 +65,15 @@ def spoiled(engine: TieredEngine, spoil: Callable[[Any], Any]) -> Iterator[None]
 
 
 def hold_loads(engine: TieredEngine, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Until the event is set, nothing arrives on the device."""
-    gate = threading.Event()
-    start = ThreadTransfers.start
+    """Until the event is set, nothing arrives on the device from the host."""
+    gate, loads, start = threading.Event(), ThreadTransfers(), ThreadTransfers.start
 
-    def held(transfers: Any, source: Any, source_blocks: Any, target: Any, target_blocks: Any) -> Any:
-        transfer = start(transfers, source, source_blocks, target, target_blocks)
-        if target is not cache_of(engine).pool:
-            return transfer
-        return Held(transfer, gate)
+    def start_apart(transfers: ThreadTransfers, source: BlockPool, *blocks: Any) -> Any:
+        return start(transfers if source is cache_of(engine).pool else loads, source, *blocks)
 
-    monkeypatch.setattr(ThreadTransfers, "start", held)
+    monkeypatch.setattr(ThreadTransfers, "start", start_apart)
+    monkeypatch.setattr(host_of(cache_of(engine)).pool, "settle", lambda: gate.wait(60))
     return gate
-
-
-class Held:
-    """A transfer that has ended only when its gate is open."""
-
-    def __init__(self, transfer: Any, gate: threading.Event) -> None:
-        self.transfer = transfer
-        self.gate = gate
-
-    @property
-    def done(self) -> bool:
-        return self.gate.is_set() and self.transfer.done
-
-    @property
-    def failed(self) -> bool:
-        return self.transfer.failed
-
-    def wait(self) -> None:
-        assert self.gate.wait(60)
-        self.transfer.wait()
-
-    fence = wait
 
 
 class TestExactness:
