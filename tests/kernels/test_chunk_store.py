@@ -175,10 +175,8 @@ class TestAStoreIsADictionaryOnDisk:
             stored(folder, KEY)
         finally:
             os.umask(before)
-        modes = {stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*") if path.is_file()}
-        assert modes == {0o600}
-        modes = {stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.rglob("*")) if path.is_dir()}
-        assert modes == {0o700}
+        modes = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in (folder, *folder.rglob("*"))}
+        assert modes == {(True, 0o700), (False, 0o600)}
 
     def test_of_a_folder_that_was_there_only_what_is_its_own_is_touched(self, folder: Path) -> None:
         folder.mkdir(mode=0o755)
@@ -221,9 +219,8 @@ class Machine(RuleBasedStateMachine):
         return Tier(make_policy(self.policy), History(self.history) if self.history else None)
 
     def new_store(self) -> ChunkStore:
-        return open_store(
-            self.folder, self.capacity, policy=self.policy, history=self.history, removed=self.gone.extend
-        )
+        settings = {"policy": self.policy, "history": self.history, "removed": self.gone.extend}
+        return open_store(self.folder, self.capacity, **settings)
 
     @rule(
         key=keys,

@@ -254,6 +254,10 @@ class TestAShortageOfMemory:
         assert engine.stats().failed_steps == 6
 
 
+def gone(*_: Any) -> Any:
+    raise RuntimeError(WORD)
+
+
 class TestALostDevice:
     @pytest.fixture
     def lost(self, make: Make, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TieredEngine:
@@ -263,10 +267,6 @@ class TestALostDevice:
             engine.generate([ask([tokens(90, seed)], tokens(9, 3))])
         tiers_of(cache_of(engine)).drain()
         disk_of(cache_of(engine)).wait()
-
-        def gone(*_: Any) -> Any:
-            raise RuntimeError(WORD)
-
         for name in ("compute", "recover"):
             monkeypatch.setattr(runner_of(engine), name, gone)
         return engine
@@ -286,10 +286,6 @@ class TestALostDevice:
     ) -> None:
         with pytest.raises(DeviceLostError):
             lost.generate([ask([tokens(40, 1)], tokens(9, 2))])
-
-        def gone() -> None:
-            raise RuntimeError(WORD)
-
         monkeypatch.setattr(tiers_of(cache_of(lost)), "drain", gone)
         with pytest.raises(RuntimeError):
             lost.close()
