@@ -340,7 +340,7 @@ class TestAbort:
         [completion] = exactly(engine, plain, request)
         assert completion.cached.device == 40
 
-    def test_requests_that_cannot_all_be_added_leave_none_behind(self, make: Make) -> None:
+    def test_if_one_of_several_cannot_be_added_none_is_left(self, make: Make) -> None:
         engine = make()
 
         def requests() -> Iterator[Request]:
@@ -447,7 +447,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module", params=["bytes", "sentencepiece"])
 def tokenizer(request: pytest.FixtureRequest) -> Any:
-    """Byte-level BPE as of GPT-2, Llama 3 and Qwen; and words with a space in front and single bytes, as of Llama 2."""
+    """Byte-level BPE as of GPT-2, Llama 3 and Qwen; words that begin with a space and single bytes, as of Llama 2."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     if request.param == "bytes":
