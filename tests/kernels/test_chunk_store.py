@@ -34,6 +34,7 @@ IDENTITY = "a model"
 PLENTY = 1 << 30
 BLOCK = 4096
 KEY, OTHER, THIRD = b"key" * 12, b"other" * 7, b"third" * 7
+HEADER_BYTES = Header(KEY, OTHER, 5000, 0.0, bytes(16), bytes(16)).header_bytes
 
 
 def content(key: bytes, size: int = 5000) -> bytes:
@@ -47,6 +48,14 @@ def open_store(folder: Path, capacity_bytes: int = PLENTY, identity: str = IDENT
 
 def put(store: ChunkStore, key: bytes, parent: bytes | None = None, size: int = 5000, **facts: Any) -> bool:
     return store.write(key, content(key, size), parent, **facts)
+
+
+def stored(folder: Path, *keys: bytes, **settings: Any) -> ChunkStore:
+    """A store with these chunks."""
+    store = open_store(folder, **settings)
+    for key in keys:
+        assert put(store, key)
+    return store
 
 
 def holds(store: ChunkStore, key: bytes, size: int = 5000) -> bool:
@@ -69,6 +78,18 @@ def file_of(folder: Path, key: bytes) -> Path:
 
 def bytes_on_disk(folder: Path) -> int:
     return sum(-(-path.lstat().st_size // BLOCK) * BLOCK for path in files(folder))
+
+
+@contextmanager
+def failing(call: str, number: int) -> Iterator[None]:
+    """The system refuses this call."""
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, call, refuse)
+        yield
 
 
 @pytest.fixture
@@ -97,16 +118,14 @@ class TestAStoreIsADictionaryOnDisk:
         assert (back == rows).all()
 
     def test_a_buffer_of_another_size_gets_nothing(self, folder: Path) -> None:
-        store = open_store(folder)
-        put(store, KEY)
+        store = stored(folder, KEY)
         assert not store.read(KEY, bytearray(4999))
         assert store.counters.refusals() == {"size": 1}
         assert KEY not in store
 
     def test_what_is_removed_is_gone_for_good(self, folder: Path) -> None:
         gone: list[bytes] = []
-        store = open_store(folder, removed=gone.extend)
-        put(store, KEY)
+        store = stored(folder, KEY, removed=gone.extend)
         put(store, OTHER, KEY)
         assert list(store) == [KEY, OTHER]
         assert store.remove(KEY) and store.remove(THIRD)
@@ -116,17 +135,10 @@ class TestAStoreIsADictionaryOnDisk:
         store = open_store(folder)
         assert list(store) == [OTHER] and holds(store, OTHER)
 
-    def test_a_file_that_cannot_be_removed_is_said_and_counts(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        store = open_store(folder)
-        put(store, KEY)
-
-        def refuse(*_: object, **__: object) -> None:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-        monkeypatch.setattr(os, "unlink", refuse)
-        assert not store.remove(KEY)
+    def test_a_file_that_cannot_be_removed_takes_room(self, folder: Path) -> None:
+        store = stored(folder, KEY)
+        with failing("unlink", errno.EROFS):
+            assert not store.remove(KEY)
         assert KEY not in store and store.used_bytes == bytes_on_disk(folder) > 0
 
     @given(size=st.integers(0, 20_000), child=st.booleans())
@@ -160,14 +172,11 @@ class TestAStoreIsADictionaryOnDisk:
     def test_only_its_owner_can_look_into_it(self, folder: Path) -> None:
         before = os.umask(0)
         try:
-            store = open_store(folder)
-            put(store, KEY)
+            stored(folder, KEY)
         finally:
             os.umask(before)
-        modes = {stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*") if path.is_file()}
-        assert modes == {0o600}
-        modes = {stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.rglob("*")) if path.is_dir()}
-        assert modes == {0o700}
+        modes = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in (folder, *folder.rglob("*"))}
+        assert modes == {(True, 0o700), (False, 0o600)}
 
     def test_of_a_folder_that_was_there_only_what_is_its_own_is_touched(self, folder: Path) -> None:
         folder.mkdir(mode=0o755)
@@ -180,8 +189,7 @@ class TestAStoreIsADictionaryOnDisk:
         assert (folder / "somebody's.txt").exists() and (folder / "chunks" / "notes.tmp").exists()
 
     def test_a_closed_store_is_empty_and_its_folder_free(self, folder: Path) -> None:
-        store = open_store(folder)
-        put(store, KEY)
+        store = stored(folder, KEY)
         store.close()
         store.close()
         assert KEY not in store and not holds(store, KEY) and not put(store, OTHER)
@@ -211,9 +219,8 @@ class Machine(RuleBasedStateMachine):
         return Tier(make_policy(self.policy), History(self.history) if self.history else None)
 
     def new_store(self) -> ChunkStore:
-        return open_store(
-            self.folder, self.capacity, policy=self.policy, history=self.history, removed=self.gone.extend
-        )
+        settings = {"policy": self.policy, "history": self.history, "removed": self.gone.extend}
+        return open_store(self.folder, self.capacity, **settings)
 
     @rule(
         key=keys,
@@ -300,9 +307,7 @@ TestItEvictsLikeADictionaryWithThatTier = Machine.TestCase
 
 class TestWhatGoesFirst:
     def test_what_is_protected_or_held_does_not_make_room(self, folder: Path) -> None:
-        store = open_store(folder, 2 * 2 * BLOCK)
-        put(store, KEY)
-        put(store, OTHER)
+        store = stored(folder, KEY, OTHER, capacity_bytes=2 * 2 * BLOCK)
         store.pin([KEY])
         assert not put(store, THIRD, protected={OTHER})
         assert store.counters.refusals() == {"room": 1}
@@ -314,9 +319,7 @@ class TestWhatGoesFirst:
 
     def test_removals_are_reported_to_the_callback(self, folder: Path) -> None:
         gone: list[bytes] = []
-        store = open_store(folder, 2 * BLOCK, removed=gone.extend)
-        put(store, KEY)
-        put(store, OTHER)
+        store = stored(folder, KEY, OTHER, capacity_bytes=2 * BLOCK, removed=gone.extend)
         file_of(folder, OTHER).write_bytes(b"")
         assert not holds(store, OTHER)
         assert gone == [KEY, OTHER]
@@ -324,8 +327,7 @@ class TestWhatGoesFirst:
 
 class TestAnotherProcessFindsItAll:
     def test_chunks_parents_and_costs_come_back_oldest_first(self, folder: Path) -> None:
-        store = open_store(folder, policy="lru")
-        put(store, KEY)
+        store = stored(folder, KEY, policy="lru")
         put(store, OTHER, KEY, cost=0.5)
         put(store, THIRD)
         store.use([KEY, OTHER])
@@ -338,18 +340,13 @@ class TestAnotherProcessFindsItAll:
         assert put(store, b"newest") and THIRD not in store
 
     def test_a_smaller_store_keeps_what_fits(self, folder: Path) -> None:
-        store = open_store(folder, policy="lru")
-        for number in range(10):
-            put(store, b"%d" % number)
-        store.close()
+        stored(folder, *(b"%d" % number for number in range(10)), policy="lru").close()
         store = open_store(folder, 4 * 2 * BLOCK, policy="lru")
         assert [number for number in range(10) if b"%d" % number in store] == [6, 7, 8, 9]
         assert bytes_on_disk(folder) == store.used_bytes == 4 * 2 * BLOCK
 
     def test_half_written_files_are_removed(self, folder: Path) -> None:
-        store = open_store(folder)
-        put(store, KEY)
-        store.close()
+        stored(folder, KEY).close()
         whole = file_of(folder, KEY)
         half = whole.with_suffix(".tmp")
         whole.rename(half)
@@ -363,10 +360,7 @@ class TestAnotherProcessFindsItAll:
         old = file_of(folder, KEY)
         kept = old.read_bytes()
         old.unlink()
-        store = open_store(folder)
-        put(store, OTHER)
-        put(store, KEY)
-        store.close()
+        stored(folder, OTHER, KEY).close()
         old.write_bytes(kept)
         store = open_store(folder)
         assert holds(store, KEY)
@@ -403,9 +397,7 @@ class TestAnotherProcessFindsItAll:
 
 class TestAnotherIdentity:
     def test_a_folder_of_another_model_is_refused_and_left_alone(self, folder: Path) -> None:
-        store = open_store(folder)
-        put(store, KEY)
-        store.close()
+        stored(folder, KEY).close()
         with pytest.raises(StoreRefusedError, match="another model") as refused:
             open_store(folder, identity="another model")
         assert refused.value.reason == "identity"
@@ -436,20 +428,15 @@ class TestAnotherIdentity:
 
     @pytest.mark.parametrize("note", [b"\xff", b"[" * 4096, b"{}", b"[1]"])
     def test_where_the_folder_does_not_say_every_chunk_does(self, folder: Path, note: bytes) -> None:
-        store = open_store(folder)
-        put(store, KEY)
-        store.close()
+        stored(folder, KEY).close()
         (folder / "identity").write_bytes(note)
         store = open_store(folder, identity="another model")
         assert KEY not in store
         assert store.counters.refusals() == {"identity": 1}
         assert put(store, KEY) and holds(store, KEY)
 
-    def test_a_single_chunk_of_another_model_is_skipped_stays_and_takes_room(
-        self, folder: Path, tmp_path: Path
-    ) -> None:
-        other = open_store(tmp_path / "other", identity="another model")
-        put(other, KEY)
+    def test_a_chunk_of_another_model_is_skipped_and_takes_room(self, folder: Path, tmp_path: Path) -> None:
+        stored(tmp_path / "other", KEY, identity="another model")
         stranger = file_of(tmp_path / "other", KEY)
         open_store(folder).close()
         copy = folder / "chunks" / stranger.parent.name / stranger.name
@@ -464,8 +451,7 @@ class TestAnotherIdentity:
     def test_a_chunk_that_becomes_another_models_is_not_read(self, folder: Path, tmp_path: Path) -> None:
         other = open_store(tmp_path / "other", identity="another model")
         other.write(KEY, content(OTHER))
-        store = open_store(folder)
-        put(store, KEY)
+        store = stored(folder, KEY)
         shutil.copy(file_of(tmp_path / "other", KEY), file_of(folder, KEY))
         assert not holds(store, KEY)
         assert store.counters.refusals() == {"identity": 1}
@@ -479,81 +465,74 @@ class TestWrongBytesAreNeverGivenBack:
         return bool(request.param)
 
     @contextmanager
-    def damaged(self, folder: Path, opened: bool) -> Iterator[tuple[Path, list[ChunkStore]]]:
-        stores = [open_store(folder)]
-        put(stores[0], KEY, OTHER)
+    def damaged(self, folder: Path, opened: bool, reason: str | None = None) -> Iterator[Path]:
+        store = open_store(folder)
+        put(store, KEY, OTHER)
         if not opened:
-            stores[0].close()
-        yield file_of(folder, KEY), stores
+            store.close()
+        yield (path := file_of(folder, KEY))
         if not opened:
-            stores[0] = open_store(folder)
-        found = holds(stores[0], KEY)
-        stores[0].close()
-        assert not found
-        assert sum(stores[0].counters.refusals().values()) == 1
+            store = open_store(folder)
+        found = holds(store, KEY)
+        store.close()
+        assert not found and (reason != "truncated" or not path.exists())
+        ((said, count),) = store.counters.refusals().items()
+        assert count == 1 and reason in (said, None)
 
     def test_whichever_bit_of_the_header_is_flipped(self, folder: Path, opened: bool) -> None:
-        header = Header(KEY, OTHER, 5000, 0.0, bytes(16), bytes(16)).header_bytes
-        for place in range(header):
-            with self.damaged(folder / str(place), opened) as (path, _):
+        for place in range(HEADER_BYTES):
+            with self.damaged(folder / str(place), opened) as path:
                 flip(path, place, 1 << place % 8)
 
     def test_whichever_bit_of_the_payload_is_flipped(self, folder: Path, opened: bool) -> None:
-        header = Header(KEY, OTHER, 5000, 0.0, bytes(16), bytes(16)).header_bytes
         chance = random.Random(0)
-        places = [header, header + 4999, *(chance.randrange(header, header + 5000) for _ in range(30))]
-        for number, place in enumerate(places):
-            with self.damaged(folder / str(number), opened) as (path, stores):
-                flip(path, place, 1 << chance.randrange(8))
-            assert stores[0].counters.refused["checksum"] == 1
+        for number, place in enumerate([0, 4999, *(chance.randrange(5000) for _ in range(30))]):
+            with self.damaged(folder / str(number), opened, "checksum") as path:
+                flip(path, HEADER_BYTES + place, 1 << chance.randrange(8))
 
     def test_wherever_the_file_is_cut_off(self, folder: Path, opened: bool) -> None:
-        header = Header(KEY, OTHER, 5000, 0.0, bytes(16), bytes(16)).header_bytes
-        fields = [0, 1, 8, 10, 12, 14, 16, 24, 32, 48, 64, 64 + len(KEY), header - 16, header - 1, header, header + 1]
+        fields = [0, 1, 8, 10, 12, 14, 16, 24, 32, 48, 64, 64 + len(KEY)]
+        near_payload = [HEADER_BYTES + place for place in (-16, -1, 0, 1, 4999)]
         chance = random.Random(1)
-        for size in (*fields, header + 4999, *(chance.randrange(header + 5000) for _ in range(20))):
-            with self.damaged(folder / str(size), opened) as (path, stores):
+        for size in (*fields, *near_payload, *(chance.randrange(HEADER_BYTES + 5000) for _ in range(20))):
+            with self.damaged(folder / str(size), opened, "truncated") as path:
                 os.truncate(path, size)
-            assert stores[0].counters.refused["truncated"] == 1
-            assert not path.exists()
 
-    def test_a_file_that_has_grown(self, folder: Path, opened: bool) -> None:
-        with self.damaged(folder, opened) as (path, stores):
-            path.write_bytes(path.read_bytes() + bytes(1))
-        assert stores[0].counters.refused["truncated"] == 1
-
-    @pytest.mark.parametrize("rubbish", [bytes(6000), b"\x89ragKV\r\n" * 700, random.Random(2).randbytes(6000)])
-    def test_a_file_that_is_something_else(self, folder: Path, opened: bool, rubbish: bytes) -> None:
-        with self.damaged(folder, opened) as (path, _):
-            path.write_bytes(rubbish[: path.stat().st_size])
+    @pytest.mark.parametrize(
+        ("content", "reason"),
+        [
+            (None, "truncated"),
+            (bytes(6000), None),
+            (b"\x89ragKV\r\n" * 700, None),
+            (random.Random(2).randbytes(6000), None),
+        ],
+        ids=["longer", "zeros", "magic", "random"],
+    )
+    def test_a_file_that_is_longer_or_something_else(
+        self, folder: Path, opened: bool, content: bytes | None, reason: str | None
+    ) -> None:
+        with self.damaged(folder, opened, reason) as path:
+            kept = path.read_bytes()
+            path.write_bytes(kept + bytes(1) if content is None else content[: len(kept)])
 
     def test_the_file_of_another_chunk_under_this_name(self, folder: Path, opened: bool) -> None:
-        with self.damaged(folder, opened) as (path, stores):
+        with self.damaged(folder, opened, "foreign") as path:
             spare, key = open_store(folder / "spare"), b"KEY" * 12
             put(spare, key, OTHER)
             shutil.copy(file_of(folder / "spare", key), path)
-        assert stores[0].counters.refusals() == {"foreign": 1}
 
-    @pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
-    def test_what_is_no_file(self, folder: Path, opened: bool, kind: str) -> None:
-        with self.damaged(folder, opened) as (path, _):
-            elsewhere = folder / "elsewhere"
-            path.rename(elsewhere)
-            if kind == "folder":
-                path.mkdir()
-            elif kind == "link":
-                path.symlink_to(elsewhere)
-            else:
-                os.mkfifo(path)
+    @pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to("elsewhere"), os.mkfifo])
+    def test_what_is_no_file(self, folder: Path, opened: bool, make: Callable[[Path], object]) -> None:
+        with self.damaged(folder, opened) as path:
+            path.rename(path.parent / "elsewhere")
+            make(path)
 
     def test_a_file_that_is_gone(self, folder: Path) -> None:
-        with self.damaged(folder, opened=True) as (path, stores):
+        with self.damaged(folder, True, "missing") as path:
             path.unlink()
-        assert stores[0].counters.refused["missing"] == 1
 
     def test_what_was_refused_can_be_written_again(self, folder: Path) -> None:
-        store = open_store(folder)
-        put(store, KEY)
+        store = stored(folder, KEY)
         flip(file_of(folder, KEY), 300, 1)
         assert not holds(store, KEY) and KEY not in store
         assert store.used_bytes == bytes_on_disk(folder) == 0
@@ -584,21 +563,9 @@ print(store.write(b"large", bytes(50_000)), store.write(b"small", bytes(5_000)),
 class TestADiskThatFails:
     """Nothing raises, everything is counted, and what can still be read is."""
 
-    @contextmanager
-    def broken(self, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> Iterator[None]:
-        """The system refuses this call."""
-
-        def refuse(*_: object, **__: object) -> int:
-            raise OSError(number, os.strerror(number))
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, call, refuse)
-            yield
-
-    def test_a_write_that_fails_leaves_nothing(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        store = open_store(folder)
-        put(store, KEY)
-        with self.broken(monkeypatch, "writev", errno.EIO):
+    def test_a_write_that_fails_leaves_nothing(self, folder: Path) -> None:
+        store = stored(folder, KEY)
+        with failing("writev", errno.EIO):
             assert not put(store, OTHER)
         assert store.counters.failed_writes == {"EIO": 1}
         assert OTHER not in store and len(files(folder)) == 1
@@ -606,14 +573,12 @@ class TestADiskThatFails:
         assert put(store, OTHER) and holds(store, OTHER) and holds(store, KEY)
 
     @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-    def test_room_that_does_not_help_is_made_once_a_pause(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
-    ) -> None:
+    def test_room_that_does_not_help_is_made_once_a_pause(self, folder: Path, number: int) -> None:
         now = [0.0]
         store = open_store(folder, breaker=CircuitBreaker(3, 10.0, 30.0, clock=lambda: now[0]))
         old = [b"%d" % each for each in range(6)]
         assert all(put(store, key) for key in old)
-        with self.broken(monkeypatch, "writev", number):
+        with failing("writev", number):
             for seconds in (10.0, 20.0, 30.0):
                 assert not any(put(store, b"new %d" % each) for each in range(9))
                 now[0] += seconds
@@ -644,7 +609,7 @@ class TestADiskThatFails:
         store = open_store(folder)
         assert put(store, KEY) and holds(store, KEY)
 
-    def test_on_a_disk_that_others_fill_newer_chunks_take_the_place_of_older_ones(
+    def test_on_a_full_disk_newer_chunks_replace_older_ones(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A quota would look like this: the system says nothing of it but at the write."""
@@ -672,10 +637,9 @@ class TestADiskThatFails:
         assert store.used_bytes == bytes_on_disk(folder) == quota
         assert store.counters.refusals() == {}
 
-    def test_what_is_protected_is_not_given_up_for_it(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        store = open_store(folder)
-        put(store, KEY)
-        with self.broken(monkeypatch, "writev", errno.ENOSPC):
+    def test_what_is_protected_is_not_given_up_for_it(self, folder: Path) -> None:
+        store = stored(folder, KEY)
+        with failing("writev", errno.ENOSPC):
             assert not put(store, OTHER, protected={KEY})
         assert holds(store, KEY) and store.counters.evicted == 0
 
@@ -722,13 +686,10 @@ class TestADiskThatFails:
         assert done.stdout == "False True {'EFBIG': 1}\n", done.stderr
         assert len(files(folder)) == 1
 
-    def test_after_some_failures_in_a_row_it_does_not_write_for_a_while(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_after_some_failures_in_a_row_it_does_not_write_for_a_while(self, folder: Path) -> None:
         now = [0.0]
-        store = open_store(folder, breaker=CircuitBreaker(3, 10.0, 30.0, clock=lambda: now[0]))
-        put(store, KEY)
-        with self.broken(monkeypatch, "writev", errno.EIO):
+        store = stored(folder, KEY, breaker=CircuitBreaker(3, 10.0, 30.0, clock=lambda: now[0]))
+        with failing("writev", errno.EIO):
             assert not any(put(store, b"%d" % number) for number in range(5))
         assert store.counters.failed_writes == {"EIO": 3}
         assert store.counters.skipped_writes == 2 and store.counters.pauses == 1 and store.pausing
@@ -749,57 +710,45 @@ class TestADiskThatFails:
         assert not breaker.succeeded()
         assert [breaker.failed(), breaker.failed()] == [0.0, 10.0]
 
-    def test_a_disk_that_cannot_be_read(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        store = open_store(folder)
-        put(store, KEY)
-        put(store, OTHER)
-        with self.broken(monkeypatch, "readv", errno.EIO):
+    def test_a_disk_that_cannot_be_read(self, folder: Path) -> None:
+        store = stored(folder, KEY, OTHER)
+        with failing("readv", errno.EIO):
             assert not holds(store, KEY)
         assert store.counters.refusals() == {"read_EIO": 1}
         assert KEY not in store and holds(store, OTHER)
 
     @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
-    def test_a_lack_of_descriptors_or_memory_costs_no_chunk(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
-    ) -> None:
-        store = open_store(folder)
-        put(store, KEY)
-        with self.broken(monkeypatch, "open", number):
+    def test_a_lack_of_descriptors_or_memory_costs_no_chunk(self, folder: Path, number: int) -> None:
+        store = stored(folder, KEY)
+        with failing("open", number):
             assert not holds(store, KEY)
         assert store.counters.refusals() == {f"read_{errno.errorcode[number]}": 1}
         assert holds(store, KEY)
 
-    def test_a_disk_that_can_be_read_no_more_when_a_store_is_opened(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        store = open_store(folder)
-        put(store, KEY)
-        store.close()
-        with self.broken(monkeypatch, "readv", errno.EIO):
+    def test_a_disk_that_cannot_be_read_when_a_store_is_opened(self, folder: Path) -> None:
+        stored(folder, KEY).close()
+        with failing("readv", errno.EIO):
             store = open_store(folder)
             assert KEY not in store and store.counters.refusals() == {"read_EIO": 1}
             # It stays in the folder, and takes room.
             assert store.used_bytes == bytes_on_disk(folder) > 0
             store.close()
-        with self.broken(monkeypatch, "scandir", errno.EIO), pytest.raises(StoreRefusedError) as refused:
+        with failing("scandir", errno.EIO), pytest.raises(StoreRefusedError) as refused:
             open_store(folder)
         assert refused.value.reason == "unusable"
         assert holds(open_store(folder), KEY)
 
-    def test_victims_that_cannot_be_removed_go_on_counting(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        store = open_store(folder, 2 * 2 * BLOCK)
-        put(store, KEY)
+    def test_victims_that_cannot_be_removed_go_on_counting(self, folder: Path) -> None:
+        store = stored(folder, KEY, capacity_bytes=2 * 2 * BLOCK)
         put(store, OTHER, KEY)
-        with self.broken(monkeypatch, "unlink", errno.EROFS):
+        with failing("unlink", errno.EROFS):
             assert not put(store, THIRD)
         assert store.used_bytes == bytes_on_disk(folder) == 2 * 2 * BLOCK
         assert store.counters.failed_writes == {"EIO": 1}
         assert holds(store, KEY)
 
     def test_a_folder_that_vanishes(self, folder: Path) -> None:
-        store = open_store(folder)
-        put(store, KEY)
-        put(store, OTHER)
+        store = stored(folder, KEY, OTHER)
         shutil.rmtree(folder)
         assert not holds(store, KEY)
         assert not put(store, THIRD)
@@ -813,10 +762,8 @@ class TestADiskThatFails:
         ("number", "reason"),
         [(errno.EROFS, "read-only"), (errno.EACCES, "read-only"), (errno.ENOSPC, "full"), (errno.EIO, "unusable")],
     )
-    def test_a_folder_that_cannot_be_opened_says_why(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
-    ) -> None:
-        with self.broken(monkeypatch, "open", number), pytest.raises(StoreRefusedError) as refused:
+    def test_a_folder_that_cannot_be_opened_says_why(self, folder: Path, number: int, reason: str) -> None:
+        with failing("open", number), pytest.raises(StoreRefusedError) as refused:
             open_store(folder)
         assert refused.value.reason == reason
         assert str(folder) in str(refused.value) and os.strerror(number) in str(refused.value)
@@ -866,9 +813,7 @@ class TestTwoProcesses:
         assert store.counters.restored == 1
         assert store.read(b"theirs", bytearray(5000))
 
-    def test_a_lock_file_that_is_not_the_folders_any_more_is_none(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_replaced_lock_file_is_no_lock(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         open_store(folder).close()
         monkeypatch.setattr(os.path, "samestat", lambda one, other: False)
         with pytest.raises(StoreRefusedError) as refused:

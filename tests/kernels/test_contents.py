@@ -1,4 +1,4 @@
-"""Documents' copies by content: which is used where a document stands behind others than it was computed behind."""
+"""Documents' copies by content: which one is used where a document stands after others than it was computed after."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TestAContent:
         assert first[2].content == second[2].content == content_of(SYSTEM, B)
         assert len({segment.content for segment in second}) == 4
 
-    def test_is_the_key_directly_behind_the_system_prompt(self) -> None:
+    def test_is_the_key_directly_after_the_system_prompt(self) -> None:
         assert path_of(A)[1].content == path_of(A)[1].key
         assert path_of(B, A)[2].content == path_of(A)[1].key
         assert path_of(A, system=[])[0].content == path_of(A, system=[])[0].key == content_of([], A)
@@ -175,25 +175,16 @@ class TestALease:
         assert borrowed.copy.entry is not None and not borrowed.copy.entry.pins
         cache.release(lease)
 
-    def test_waits_for_the_step_that_computes_it(self, cache: KnowledgeCache) -> None:
+    @pytest.mark.parametrize(("fails", "starts"), [(False, [11]), (True, [])])
+    def test_waits_for_the_step_that_computes_it(self, cache: KnowledgeCache, fails: bool, starts: list[int]) -> None:
         first = cache.acquire(path_of(D))
         cache.extend(first, 12)
         cache.commit(first, 11)
         second = cache.acquire(path_of(A, D), borrow=True)
         assert not second.ready
-        cache.mark_computed(first)
-        assert second.ready and [each.start for each in second.borrowed] == [11]
+        (cache.discard if fails else cache.mark_computed)(first)
+        assert second.ready and [each.start for each in second.borrowed] == starts
         cache.release(first)
-        cache.release(second)
-
-    def test_forgets_what_a_failed_step_was_to_compute(self, cache: KnowledgeCache) -> None:
-        first = cache.acquire(path_of(D))
-        cache.extend(first, 12)
-        cache.commit(first, 11)
-        second = cache.acquire(path_of(A, D), borrow=True)
-        cache.discard(first)
-        assert second.ready
-        assert second.borrowed == []
         cache.release(second)
 
     def test_is_ended_whatever_it_has_borrowed(self, cache: KnowledgeCache) -> None:
@@ -206,7 +197,7 @@ class TestALease:
         cache.release(lease)
         assert cache.pool.used_blocks == 0
 
-    @pytest.mark.parametrize(("documents", "start"), [((D, A, A), 11), ((A, A), 11)], ids=["behind", "first"])
+    @pytest.mark.parametrize(("documents", "start"), [((D, A, A), 11), ((A, A), 11)], ids=["after", "first"])
     def test_the_same_document_twice_is_loaded_from_the_disk_once(
         self, documents: tuple[list[int], ...], start: int, tmp_path: Path
     ) -> None:

@@ -59,39 +59,35 @@ class Faults:
         return logits
 
 
+Break = Callable[[TieredEngine], Faults]
 KINDS = ["before", "after", "after sampling", "memory"]
 
 
 @pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Callable[[TieredEngine], Faults]:
+def faults(monkeypatch: pytest.MonkeyPatch) -> Break:
     return lambda engine: Faults(engine, monkeypatch)
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+    now = 0.0
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("ragorder.kernels.engine.sequence.perf_counter", clock)
+    monkeypatch.setattr("ragorder.kernels.engine.sequence.perf_counter", lambda: clock.now)
     return clock
 
 
-def streamed(engine: TieredEngine) -> dict[int, tuple[list[int], str, Completion]]:
-    """Tokens and text as the updates brought them, and the completion."""
-    told: dict[int, tuple[list[int], str]] = {}
+def streamed(engine: TieredEngine) -> dict[int, tuple[list[int], Completion]]:
+    """Tokens as the updates brought them, and the completion."""
+    told: dict[int, list[int]] = {}
     done = {}
     while engine.has_unfinished:
         for update in engine.step():
-            ids, text = told.get(update.request_id, ([], ""))
-            told[update.request_id] = ([*ids, *update.token_ids], text + update.text)
+            told.setdefault(update.request_id, []).extend(update.token_ids)
             if update.completion is not None:
-                done[update.request_id] = (*told[update.request_id], update.completion)
+                done[update.request_id] = (told[update.request_id], update.completion)
     return done
 
 
@@ -99,7 +95,7 @@ class TestAFailedStep:
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("good_steps", [0, 4])
     def test_is_computed_again_and_no_token_is_lost_or_repeated(
-        self, make: Make, plain: Any, faults: Callable[..., Faults], kind: str, good_steps: int
+        self, make: Make, plain: Any, faults: Break, kind: str, good_steps: int
     ) -> None:
         engine = make(max_batch_tokens=64)
         broken = faults(engine)
@@ -110,15 +106,13 @@ class TestAFailedStep:
         done = streamed(engine)
         assert broken.count == 1
         for request_id, request in zip(ids, requests, strict=True):
-            ids_told, _, completion = done[request_id]
+            ids_told, completion = done[request_id]
             assert ids_told == list(completion.token_ids) == greedy(plain, request)
             assert difference(completion, plain, request) <= 1e-4
         assert engine.stats().failed_steps == 1
         assert engine.stats().finished == {"length": 3}
 
-    def test_keeps_what_host_and_disk_hold(
-        self, make: Make, plain: Any, model: Any, tmp_path: Path, faults: Callable[..., Faults]
-    ) -> None:
+    def test_keeps_host_and_disk(self, make: Make, plain: Any, model: Any, tmp_path: Path, faults: Break) -> None:
         engine = make(**small_tiers(model, tmp_path, 8), replicate_nodes=0)
         documents = [tokens(90, seed) for seed in range(4)]
         for document in documents:
@@ -126,17 +120,14 @@ class TestAFailedStep:
         faults(engine).next = ["after"]
         request = ask([tokens(20, 77)], tokens(9, 3))
         assert difference(engine.generate([request])[0], plain, request) <= 1e-4
-        found = {}
+        found = set()
         for document in reversed(documents[:3]):
-            request = ask([document], tokens(9, 4))
-            [completion] = exactly(engine, plain, request)
-            found[completion.cached] = completion
+            [completion] = exactly(engine, plain, ask([document], tokens(9, 4)))
+            found.add(completion.cached)
         assert {cached.total for cached in found} == {90}
         assert {bool(cached.host) for cached in found} == {True, False}
 
-    def test_leaves_nothing_of_the_device_but_replicas(
-        self, make: Make, plain: Any, model: Any, faults: Callable[..., Faults]
-    ) -> None:
+    def test_leaves_nothing_of_the_device_but_replicas(self, make: Make, plain: Any, model: Any, faults: Break) -> None:
         engine = make(host_bytes=64 * block_bytes(model), replicate_nodes=1)
         often, once = ask([tokens(40, 1)], tokens(9, 3)), ask([tokens(40, 2)], tokens(9, 3))
         engine.generate([often])
@@ -146,13 +137,10 @@ class TestAFailedStep:
         tiers_of(cache_of(engine)).drain()
         faults(engine).next = ["after"]
         engine.generate([ask([], tokens(9, 5))])
-        cached = []
-        for request in (often, once):
-            [completion] = exactly(engine, plain, request)
-            cached.append(completion.cached)
+        cached = [exactly(engine, plain, request)[0].cached for request in (often, once)]
         assert cached == [(0, 40, 0), (0, 0, 0)]
 
-    def test_reports_as_cached_what_was_of_use(self, make: Make, faults: Callable[..., Faults]) -> None:
+    def test_reports_as_cached_what_was_of_use(self, make: Make, faults: Break) -> None:
         """What the failure took away was not."""
         engine = make()
         request = ask([tokens(40, 1)], tokens(9, 3), max_tokens=3)
@@ -167,7 +155,7 @@ class TestAFailedStep:
 class TestRetries:
     @pytest.mark.parametrize("retries", [0, 1, 3])
     def test_are_bounded(
-        self, make: Make, plain: Any, faults: Callable[..., Faults], retries: int, caplog: pytest.LogCaptureFixture
+        self, make: Make, plain: Any, faults: Break, retries: int, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.DEBUG, "ragorder")
         engine = make(max_retries=retries)
@@ -241,16 +229,14 @@ class TestAShortageOfMemory:
         stats = engine.stats()
         assert (stats.failed_steps, stats.retries, stats.finished) == (4, 0, {"length": 4})
 
-    def test_keeps_what_earlier_steps_have_cached(self, make: Make, faults: Callable[..., Faults]) -> None:
+    def test_keeps_what_earlier_steps_have_cached(self, make: Make, faults: Break) -> None:
         engine = make()
         engine.generate([ask([tokens(40, 1)], tokens(9, 2))])
         faults(engine).next = ["memory"]
         [completion] = engine.generate([ask([tokens(40, 1)], tokens(9, 3))])
         assert completion.cached.device == 40
 
-    def test_is_over_after_a_while(
-        self, make: Make, faults: Callable[..., Faults], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_is_over_after_a_while(self, make: Make, faults: Break, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("ragorder.kernels.engine.scheduler._STEPS_TO_GROW", 3)
         engine = make(max_batch_tokens=64)
         broken = faults(engine)
@@ -258,7 +244,7 @@ class TestAShortageOfMemory:
         engine.generate([ask([], tokens(400, 1))])
         assert broken.batches == [64, 32, 32, 32, 64, 64, 64, 64, 48]
 
-    def test_for_one_token_is_a_failure(self, make: Make, faults: Callable[..., Faults]) -> None:
+    def test_for_one_token_is_a_failure(self, make: Make, faults: Break) -> None:
         engine = make(max_retries=2)
         faults(engine).next = ["memory"] * 9
         [completion] = engine.generate([ask([], tokens(9, 1))])
@@ -266,6 +252,10 @@ class TestAShortageOfMemory:
         assert "OutOfMemoryError" in (completion.error or "")
         # 9, 4, 2 tokens, and one token three times.
         assert engine.stats().failed_steps == 6
+
+
+def gone(*_: Any) -> Any:
+    raise RuntimeError(WORD)
 
 
 class TestALostDevice:
@@ -277,10 +267,6 @@ class TestALostDevice:
             engine.generate([ask([tokens(90, seed)], tokens(9, 3))])
         tiers_of(cache_of(engine)).drain()
         disk_of(cache_of(engine)).wait()
-
-        def gone(*_: Any) -> Any:
-            raise RuntimeError(WORD)
-
         for name in ("compute", "recover"):
             monkeypatch.setattr(runner_of(engine), name, gone)
         return engine
@@ -300,10 +286,6 @@ class TestALostDevice:
     ) -> None:
         with pytest.raises(DeviceLostError):
             lost.generate([ask([tokens(40, 1)], tokens(9, 2))])
-
-        def gone() -> None:
-            raise RuntimeError(WORD)
-
         monkeypatch.setattr(tiers_of(cache_of(lost)), "drain", gone)
         with pytest.raises(RuntimeError):
             lost.close()
@@ -332,7 +314,7 @@ class TestADeadline:
         engine.clear_cache()
         assert cache_of(engine).pool.used_blocks == 0
 
-    def test_is_kept_by_what_waits_too(self, make: Make, clock: Clock) -> None:
+    def test_holds_for_what_waits(self, make: Make, clock: Clock) -> None:
         engine = make(max_requests=1, deadline_s=5.0)
         engine.add(ask([], tokens(20, 1), max_tokens=30))
         waiting = engine.add(ask([], tokens(20, 2)))
@@ -345,23 +327,7 @@ class TestADeadline:
         assert "after 0 tokens" in (completion.error or "")
         assert not engine.has_unfinished
 
-    @pytest.mark.parametrize(
-        ("engines", "own", "effective"), [(None, 3.0, 3.0), (3.0, None, 3.0), (3.0, 9.0, 3.0), (9.0, 3.0, 3.0)]
-    )
-    def test_is_the_earlier_of_the_engines_and_the_requests(
-        self, make: Make, clock: Clock, engines: float | None, own: float | None, effective: float
-    ) -> None:
-        engine = make(deadline_s=engines)
-        request = ask([], tokens(20, 1), max_tokens=100)
-        engine.add(Request(request.token_ids, sampling=request.sampling, deadline_s=own))
-        clock.now = effective
-        assert engine.step()[-1].completion is None
-        clock.now = effective + 0.1
-        completion = engine.step()[-1].completion
-        assert completion is not None
-        assert completion.finish_reason == "timeout"
-
-    def test_holds_while_the_device_fails(self, make: Make, faults: Callable[..., Faults], clock: Clock) -> None:
+    def test_holds_while_the_device_fails(self, make: Make, faults: Break, clock: Clock) -> None:
         engine = make(max_retries=1000)
         request = ask([], tokens(20, 1), max_tokens=5)
         engine.add(Request(request.token_ids, sampling=request.sampling, deadline_s=2.5))
@@ -381,7 +347,7 @@ def test_every_request_is_answered_as_by_a_cold_engine_or_says_why_not(
     make: Make,
     model: Any,
     tmp_path: Path,
-    faults: Callable[..., Faults],
+    faults: Break,
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

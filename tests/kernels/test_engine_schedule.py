@@ -31,56 +31,55 @@ def overtakings(order: list[int]) -> list[int]:
     return [sum(other > mine for other in order[:place]) for place, mine in enumerate(order)]
 
 
-class TestTheNextTurn:
-    def test_goes_to_what_is_cached(self, make: Make) -> None:
-        engine = make(max_requests=1)
-        engine.generate([ask([A], tokens(9, 5))])
-        assert served(engine, ask([B], tokens(9, 6)), ask([C], tokens(9, 7)), ask([A], tokens(9, 8))) == [2, 0, 1]
+def asking(*documents: list[int], question: int = 9, salt: str | None = None) -> Request:
+    return ask(documents, tokens(question, 5), salt)
 
-    def test_goes_to_the_largest_ratio_of_cached_to_computed_tokens(self, make: Make) -> None:
-        engine = make(max_requests=1)
-        engine.generate([ask([A, B], tokens(9, 5)), ask([C], tokens(9, 5))])
-        most_cached, largest_ratio = ask([A, B], tokens(90, 6)), ask([C], tokens(9, 6))
-        assert served(engine, most_cached, largest_ratio) == [1, 0]
 
-    def test_goes_to_the_oldest_of_equals(self, make: Make) -> None:
-        engine = make(max_requests=1)
-        engine.generate([ask([A], tokens(9, 5))])
-        uncached = [ask([tokens(30, seed)], tokens(9, seed)) for seed in (11, 12)]
-        cached = [ask([A], tokens(9, seed)) for seed in (13, 14)]
-        assert served(engine, *uncached, *cached) == [2, 3, 0, 1]
+def with_system(document: list[int]) -> Request:
+    """A is the system prompt."""
+    return Request([*A, *document, 7], [len(A) + len(document)], prefix_tokens=len(A))
 
-    def test_goes_to_no_shorter_prompt_because_the_system_prompt_is_cached(self, make: Make) -> None:
-        def asking(document: list[int]) -> Request:
-            return Request([*A, *document, 7], [len(A) + len(document)], prefix_tokens=len(A))
 
-        engine = make(max_requests=1)
-        engine.generate([asking(B)])
-        assert served(engine, asking(tokens(90, 6)), asking(tokens(9, 7))) == [0, 1]
+TURNS: dict[str, tuple[list[Request], list[Request], list[int]]] = {
+    "what is cached goes first": ([asking(A)], [asking(B), asking(C), asking(A)], [2, 0, 1]),
+    "the largest ratio of cached to computed tokens": (
+        [asking(A, B), asking(C)],
+        [asking(A, B, question=90), asking(C)],
+        [1, 0],
+    ),
+    "the oldest of equals": ([asking(A)], [asking(B), asking(C), asking(A), asking(A)], [2, 3, 0, 1]),
+    "a cached system prompt counts for nothing": (
+        [with_system(B)],
+        [with_system(tokens(90, 6)), with_system(tokens(9, 7))],
+        [0, 1],
+    ),
+    "what requests before have cached": ([], [asking(A), asking(B), asking(A), asking(B)], [0, 2, 1, 3]),
+    "another tenant's documents count for nothing": (
+        [asking(A, salt="one")],
+        [asking(B, salt="other"), asking(A, salt="other")],
+        [0, 1],
+    ),
+}
 
-    def test_is_decided_with_what_the_requests_before_have_cached(self, make: Make) -> None:
-        engine = make(max_requests=1)
-        requests = [ask([A], tokens(9, 5)), ask([B], tokens(9, 6)), ask([A], tokens(9, 7)), ask([B], tokens(9, 8))]
-        assert served(engine, *requests) == [0, 2, 1, 3]
 
-    @pytest.mark.parametrize("settings", [{"schedule": "fcfs"}, {"schedule_window": 0}])
-    def test_comes_in_the_order_of_arrival_if_asked_for(self, make: Make, settings: dict[str, Any]) -> None:
-        engine = make(max_requests=1, **settings)
-        engine.generate([ask([A], tokens(9, 5))])
-        assert served(engine, ask([B], tokens(9, 6)), ask([A], tokens(9, 7))) == [0, 1]
+@pytest.mark.parametrize(("cached", "requests", "order"), TURNS.values(), ids=TURNS)
+def test_the_next_turn(make: Make, cached: list[Request], requests: list[Request], order: list[int]) -> None:
+    engine = make(max_requests=1)
+    engine.generate(cached)
+    assert served(engine, *requests) == order
 
-    def test_another_tenants_documents_count_for_nothing(self, make: Make) -> None:
-        engine = make(max_requests=1)
-        engine.generate([ask([A], tokens(9, 5), "one")])
-        assert served(engine, ask([B], tokens(9, 6), "other"), ask([A], tokens(9, 7), "other")) == [0, 1]
+
+@pytest.mark.parametrize("settings", [{"schedule": "fcfs"}, {"schedule_window": 0}])
+def test_turns_are_in_the_order_of_arrival_if_the_settings_say_so(make: Make, settings: dict[str, Any]) -> None:
+    engine = make(max_requests=1, **settings)
+    engine.generate([asking(A)])
+    assert served(engine, asking(B), asking(A)) == [0, 1]
 
 
 class TestTiers:
     """A token costs nothing on the device, a tenth of a computed one in host memory, two tenths on the disk."""
 
-    def test_the_device_goes_before_the_host_and_the_host_before_the_disk(
-        self, make: Make, model: Any, tmp_path: Path
-    ) -> None:
+    def test_the_device_goes_first_and_the_disk_last(self, make: Make, model: Any, tmp_path: Path) -> None:
         engine = make(**small_tiers(model, tmp_path, 7), replicate_nodes=0, max_requests=1, policy="lru")
         documents = [tokens(40, 20 + seed) for seed in range(6)]
         for document in documents:
@@ -92,43 +91,32 @@ class TestTiers:
         held = [next(document for document in where if getattr(where[document], tier) == 40) for tier in tiers]
         assert served(engine, *(asked[document] for document in reversed(held))) == [2, 1, 0]
 
-    def test_a_long_prefix_in_the_host_goes_before_a_short_one_on_the_device(self, make: Make, model: Any) -> None:
-        engine = make(device_tokens=14 * BLOCK, host_bytes=64 * block_bytes(model), max_requests=1, policy="lru")
-        engine.generate([ask([A, B, C], tokens(9, 5))])
-        for seed in (31, 32, 33):
-            engine.generate([ask([tokens(60, seed)], tokens(9, 5))])
-        far, near = ask([A, B, C], tokens(20, 6)), ask([tokens(60, 33)], tokens(40, 7))
-        done = [engine.add(near), engine.add(far)]
-        completions = run(engine)
-        assert list(completions) == [done[1], done[0]]
-        assert completions[done[1]].cached == (0, 120, 0)
-        assert completions[done[0]].cached == (60, 0, 0)
-
-    @pytest.mark.parametrize(("host_s", "first"), [(1e-6, "far"), (45e-6, "near")])
-    def test_what_a_load_takes_comes_from_the_profile(
-        self, make: Make, model: Any, tmp_path: Path, host_s: float, first: str
+    @pytest.mark.parametrize(("host_s", "far_first"), [(None, True), (1e-6, True), (45e-6, False)])
+    def test_a_long_prefix_in_the_host_goes_first_if_its_load_saves_more(
+        self, make: Make, model: Any, tmp_path: Path, host_s: float | None, far_first: bool
     ) -> None:
-        """50 µs to compute a token: a load of 45 µs saves next to nothing."""
-        profile = tmp_path / "profile.json"
-        PrefillProfile((0,), (1,), ((50e-6,),), loads={"host": host_s}).to_file(profile)
+        """A token is computed in 50 µs: a load of 45 µs saves next to nothing."""
+        profile = None
+        if host_s is not None:
+            profile = tmp_path / "profile.json"
+            PrefillProfile((0,), (1,), ((50e-6,),), loads={"host": host_s}).to_file(profile)
         sizes = {"device_tokens": 14 * BLOCK, "host_bytes": 64 * block_bytes(model), "max_requests": 1}
         engine = make(policy="lru", profile=profile, **sizes)
-        engine.generate([ask([A, B, C], tokens(9, 5))])
+        engine.generate([asking(A, B, C)])
         for seed in (31, 32, 33):
-            engine.generate([ask([tokens(60, seed)], tokens(9, 5))])
-        ids = {
-            engine.add(ask([tokens(60, 33)], tokens(40, 7))): "near",
-            engine.add(ask([A, B, C], tokens(20, 6))): "far",
-        }
-        assert ids[next(iter(run(engine)))] == first
+            engine.generate([asking(tokens(60, seed))])
+        near, far = engine.add(asking(tokens(60, 33), question=40)), engine.add(asking(A, B, C, question=20))
+        done = run(engine)
+        assert list(done) == ([far, near] if far_first else [near, far])
+        assert (done[near].cached, done[far].cached) == ((60, 0, 0), (0, 120, 0))
 
 
 class TestTheWindow:
     @pytest.mark.parametrize("window", [1, 3])
     def test_an_uncached_request_is_overtaken_by_so_many(self, make: Make, window: int) -> None:
         engine = make(max_requests=1, schedule_window=window)
-        engine.generate([ask([A], tokens(9, 5))])
-        order = served(engine, ask([B], tokens(9, 6)), *(ask([A], tokens(9, 10 + seed)) for seed in range(6)))
+        engine.generate([asking(A)])
+        order = served(engine, asking(B), *(asking(A) for _ in range(6)))
         assert order.index(0) == window
         assert order[:window] == list(range(1, window + 1))
 
@@ -153,7 +141,6 @@ class TestTheWindow:
 
 class TestATurn:
     def test_is_kept_by_a_preempted_request(self, make: Make, plain: Any) -> None:
-        """What is cached for those that arrive later does not bring them before it."""
         engine = make(device_tokens=12 * BLOCK)
         long = [ask([tokens(20, seed)], tokens(10, seed + 9), max_tokens=70) for seed in range(2)]
         ids = [engine.add(request) for request in long]

@@ -97,18 +97,14 @@ class TestOneValueMakesAnotherModel:
         assert len(seen) > 20
 
     def test_what_a_module_keeps_beside_its_parameters(self, model: Any) -> None:
-        changed = copy.deepcopy(model)
-        changed.model.layers[1].input_layernorm.variance_epsilon = 1e-5
-        rotary = copy.deepcopy(model)
-        rotary.model.rotary_emb.attention_scaling = 1.5
-        activation = copy.deepcopy(model)
-        activation.model.layers[0].mlp.act_fn = torch.nn.ReLU()
-        tensor = copy.deepcopy(model)
-        tensor.model.steering = torch.zeros(64)
-        another = copy.deepcopy(tensor)
-        another.model.steering[63] = 1e-30
-        found = [identity(each, SHAPE) for each in (model, changed, rotary, activation, tensor, another)]
-        assert len(set(found)) == len(found)
+        models = [copy.deepcopy(model) for _ in range(6)]
+        models[1].model.layers[1].input_layernorm.variance_epsilon = 1e-5
+        models[2].model.rotary_emb.attention_scaling = 1.5
+        models[3].model.layers[0].mlp.act_fn = torch.nn.ReLU()
+        models[4].model.steering = torch.zeros(64)
+        models[5].model.steering = torch.zeros(64)
+        models[5].model.steering[63] = 1e-30
+        assert len({identity(each, SHAPE) for each in models}) == len(models)
 
     def test_an_adapter_counts_with_its_weights_its_scale_and_whether_it_is_on(self) -> None:
         one = adapted()
@@ -128,20 +124,13 @@ class TestOneValueMakesAnotherModel:
             changed.model.layers[0].register_forward_hook(make(vector))
             return identity(changed, SHAPE)
 
-        def closure(vector: Any) -> Any:
-            return lambda module, inputs, output: output + vector
-
-        def bound(vector: Any) -> Any:
-            return partial(lambda shift, module, inputs, output: output + shift, vector)
-
-        def with_default(vector: Any) -> Any:
-            def hook(module: Any, inputs: Any, output: Any, shift: Any = vector) -> Any:
-                return output + shift
-
-            return hook
-
+        makers: list[Callable[[Any], Any]] = [
+            lambda vector: lambda module, inputs, output: output + vector,
+            lambda vector: partial(lambda shift, module, inputs, output: output + shift, vector),
+            lambda vector: lambda module, inputs, output, shift=vector: output + shift,
+        ]
         found = [identity(model, SHAPE)]
-        for make in (closure, bound, with_default):
+        for make in makers:
             found += [steered(torch.zeros(64), make), steered(torch.ones(64), make)]
             assert steered(torch.ones(64), make) == found[-1]
         assert len(set(found)) == len(found)
@@ -215,9 +204,7 @@ class TestOneValueMakesAnotherModel:
 
 class TestTheSameModelIsTheSame:
     @pytest.mark.slow
-    def test_a_model_that_is_loaded_again_in_another_process_from_another_place(
-        self, tmp_path: Path, python: Any
-    ) -> None:
+    def test_a_model_that_is_loaded_in_another_process_from_another_place(self, tmp_path: Path, python: Any) -> None:
         tiny(tie_word_embeddings=True).save_pretrained(tmp_path / "here")
         script = (
             "import sys, torch; from ragorder.kernels.engine import EngineSettings;"

@@ -30,7 +30,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ragorder.kernels.cache import DiskSettings, KnowledgeCache, KVLease, Segment, TierTokens, segments_of
 from ragorder.kernels.paging import BlockPool, KVShape, OutOfBlocksError
-from ragorder.kernels.paging.pool import runs
 from ragorder.trie.policies import POLICIES
 from ragorder.trie.profile import PrefillProfile
 
@@ -72,7 +71,7 @@ class HeldTransfers:
         for other in self.waiting:
             assert not other.writes(source, source_blocks), "this is still being written"
             assert not other.writes(target, target_blocks) and not other.reads(target, target_blocks), "this is in use"
-        transfer = HeldTransfer(self, source, target, list(runs(source_blocks, target_blocks)))
+        transfer = HeldTransfer(self, source, source_blocks, target, target_blocks)
         self.waiting.append(transfer)
         self.blocks += len(source_blocks)
         return transfer
@@ -87,22 +86,21 @@ class HeldTransfers:
 
 
 class HeldTransfer:
-    def __init__(self, all: HeldTransfers, source: BlockPool, target: BlockPool, pieces: list[Any]) -> None:
+    def __init__(
+        self, all: HeldTransfers, source: BlockPool, from_blocks: Sequence[int], target: BlockPool, to: Sequence[int]
+    ) -> None:
         self.done = self.failed = False
         self.all = all
-        self._source, self._target, self._pieces = source, target, pieces
+        self._source, self._from, self._target, self._to = source, [*from_blocks], target, [*to]
 
     def reads(self, pool: BlockPool, blocks: Sequence[int]) -> bool:
-        own = {first + place for first, _, count in self._pieces for place in range(count)}
-        return pool is self._source and not own.isdisjoint(blocks)
+        return pool is self._source and not {*self._from}.isdisjoint(blocks)
 
     def writes(self, pool: BlockPool, blocks: Sequence[int]) -> bool:
-        own = {into + place for _, into, count in self._pieces for place in range(count)}
-        return pool is self._target and not own.isdisjoint(blocks)
+        return pool is self._target and not {*self._to}.isdisjoint(blocks)
 
     def copy(self) -> None:
-        for first, into, count in self._pieces:
-            self._target.kv[into : into + count] = self._source.kv[first : first + count]
+        self._target.kv[self._to] = self._source.kv[self._from]
         self.done = True
 
     def wait(self) -> None:
@@ -139,9 +137,7 @@ class HeldFuture(Future[Any]):
         self._executor = executor
 
     def result(self, timeout: float | None = None) -> Any:
-        while not self.done():
-            assert self._executor.waiting
-            self._executor.tick()
+        self.exception()
         return super().result()
 
     def exception(self, timeout: float | None = None) -> Any:
@@ -201,8 +197,18 @@ class Engine:
         self.schedule(request, tokens)
         self.step()
 
+    def start(self, *documents: Sequence[int], question: Sequence[int] = (7,), tokens: int | None = None) -> Request:
+        """A request that has computed its tokens up to there."""
+        request = Request(documents, question)
+        self.acquire(request)
+        self.compute(request, tokens)
+        return request
+
+    def find(self, *documents: Sequence[int]) -> TierTokens:
+        return self.cache.find(Request(documents).path)
+
     def fail(self) -> None:
-        """The step does not come about."""
+        """The step fails."""
         for request, _ in self.scheduled:
             assert request.lease is not None
             self.cache.discard(request.lease)
@@ -341,6 +347,14 @@ def engine(tmp_path: Path) -> Iterator[Made]:
         cache.close()
 
 
+def on_disk(engine: Made, *documents: Sequence[int], device_blocks: int = 5, **settings: Any) -> Engine:
+    """The documents are on the disk, and nowhere else."""
+    at = engine(device_blocks=device_blocks, disk=PLENTY, **settings)
+    at.serve(*documents)
+    at.store()
+    return at
+
+
 def chunk_files(folder: Path) -> list[Path]:
     return sorted((folder / "disk" / "chunks").glob("??/*.kv"))
 
@@ -405,10 +419,7 @@ class TestWhatWasComputedIsFound:
 
     def test_what_a_request_has_not_come_to_is_not_there(self, engine: Made) -> None:
         at = engine()
-        request = Request([A, B, C])
-        at.acquire(request)
-        at.compute(request, 10)
-        at.release(request)
+        at.release(at.start(A, B, C, tokens=10))
         assert at.serve(A, B, C) == (8, 0, 0)
 
 
@@ -448,18 +459,17 @@ class TestMisuse:
             ({"device_blocks": 0}, "1 or more"),
             ({"host_blocks": -1}, "0 or more"),
             ({"replicate_nodes": -1}, "0 or more"),
-            ({"disk": PLENTY, "identity": ""}, "identity of the model"),
+            ({"disk": {"bytes": 1}, "identity": ""}, "identity of the model"),
             ({"policy": "mru"}, "forecast, gdsf, lfu, lru, pgdsf"),
+            ({"disk": {"bytes": -1}}, "0 or more bytes"),
+            ({"disk": {"bytes": 1, "io_threads": 0}}, "0 or more bytes"),
+            ({"disk": {"bytes": 1, "backlog_bytes": -1}}, "0 or more bytes"),
         ],
     )
-    def test_of_settings(self, engine: Made, settings: dict[str, Any], message: str) -> None:
+    def test_of_settings(self, engine: Made, tmp_path: Path, settings: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            engine(**settings)
-
-    @pytest.mark.parametrize("wrong", [{"bytes": -1}, {"bytes": 1, "io_threads": 0}, {"bytes": 1, "backlog_bytes": -1}])
-    def test_of_a_disk(self, tmp_path: Path, wrong: dict[str, int]) -> None:
-        with pytest.raises(ValueError, match="0 or more bytes"):
-            DiskSettings(tmp_path, **wrong)
+            disk = {"disk": DiskSettings(tmp_path, **settings["disk"])} if "disk" in settings else {}
+            engine(**settings | disk)
 
 
 class TestBlocksAreShared:
@@ -474,12 +484,9 @@ class TestBlocksAreShared:
 
     def test_others_copy_a_block_that_is_being_written(self, engine: Made) -> None:
         at = engine()
-        first, second = Request([A, B], [1]), Request([A, B], [2])
-        at.acquire(first)
-        at.compute(first)
+        first = at.start(A, B, question=[1])
         at.cache.mark_computed(first.lease)
-        at.acquire(second)
-        at.compute(second)
+        second = at.start(A, B, question=[2])
         assert first.lease.block_table[:2] == second.lease.block_table[:2]
         assert first.lease.block_table[2] != second.lease.block_table[2]
         first.tokens += [3, 4]
@@ -498,7 +505,7 @@ class TestBlocksAreShared:
         at.step()
         assert first.lease.block_table[:2] == second.lease.block_table[:2]
 
-    def test_who_computes_what_another_one_has_committed_keeps_it(self, engine: Made) -> None:
+    def test_what_two_requests_computed_at_once_is_held_once(self, engine: Made) -> None:
         at = engine()
         requests = [Request([A, C], [number]) for number in (1, 2)]
         for request in requests:
@@ -529,10 +536,7 @@ class TestBlocksAreShared:
 class TestAFailedStep:
     def test_leaves_what_earlier_steps_computed(self, engine: Made) -> None:
         at = engine()
-        request = Request([A, B, C])
-        at.acquire(request)
-        at.compute(request, 12)
-        at.schedule(request)
+        at.schedule(at.start(A, B, C, tokens=12))
         at.fail()
         assert at.serve(A, B, C) == (11, 0, 0)
 
@@ -576,15 +580,6 @@ class TestWhatLeavesTheDevice:
         assert (stats.device.evicted, stats.host.nodes, at.transfers.blocks) == (1, 1, 2)
         assert at.serve(A) == (0, 8, 0)
 
-    def test_goes_on_to_the_disk(self, engine: Made) -> None:
-        at = engine(device_blocks=5, host_blocks=4, disk=PLENTY)
-        at.serve(A, B, C)
-        at.empty_device()
-        at.serve([50, 51, 52], [60] * 9)
-        assert at.cache.stats().host.evicted > 0
-        assert at.serve(A, B, C).disk > 0
-        assert at.cache.stats().disk.hit_tokens > 0
-
     def test_a_node_that_is_larger_than_the_host_is_passed_over(self, engine: Made) -> None:
         at = engine(device_blocks=5, host_blocks=1)
         at.serve(A)
@@ -594,9 +589,7 @@ class TestWhatLeavesTheDevice:
         assert stats.host.nodes == 0
 
     def test_later_reads_do_not_wait_for_earlier_copies(self, engine: Made) -> None:
-        at = engine(device_blocks=5, disk=PLENTY)
-        at.serve(A, B, C)
-        at.store()
+        at = on_disk(engine, A, B, C)
         jobs = at.executor.waiting
         lease = at.cache.acquire(Request([A, B, C]).path)
         assert len(jobs) == 3
@@ -673,7 +666,7 @@ class TestWhatLeavesTheDevice:
 
 class TestAfterARestart:
     @pytest.mark.parametrize("host_blocks", [0, 4])
-    def test_so_is_a_document_behind_one_that_was_never_given_up(self, engine: Made, host_blocks: int) -> None:
+    def test_a_document_after_one_that_never_left_the_device_is_found(self, engine: Made, host_blocks: int) -> None:
         at = engine(device_blocks=8, host_blocks=host_blocks, disk=PLENTY)
         for document in (B, C, E, F, [60] * 9, [70] * 9):
             assert at.serve(A, document).device in (0, len(A))
@@ -683,23 +676,15 @@ class TestAfterARestart:
         assert again.serve(A, B) == (0, 0, len(A) + len(B))
 
     @pytest.mark.parametrize(
-        "other",
-        [
-            {"identity": "another model"},
-            {"shape": KVShape(2, 3, 1, BLOCK, torch.float32)},
-        ],
+        ("shape", "identity"), [(SHAPE, "another"), (KVShape(2, 3, 1, BLOCK, torch.float32), IDENTITY)]
     )
-    def test_another_models_is_not(
-        self, engine: Made, tmp_path: Path, other: dict[str, Any], caplog: pytest.LogCaptureFixture
+    def test_another_models_documents_are_not_found(
+        self, engine: Made, tmp_path: Path, shape: KVShape, identity: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        at = engine(device_blocks=5, disk=PLENTY)
-        at.serve(A, B, C)
-        at.empty_device()
-        at.cache.close()
-        shape = other.pop("shape", SHAPE)
-        settings = {"device_blocks": 5, "identity": IDENTITY, "disk": DiskSettings(tmp_path / "disk", PLENTY)}
+        on_disk(engine, A, B, C).cache.close()
         with caplog.at_level("WARNING", "ragorder"):
-            cache = KnowledgeCache(shape, **settings | other)
+            disk = DiskSettings(tmp_path / "disk", PLENTY)
+            cache = KnowledgeCache(shape, device_blocks=5, identity=identity, disk=disk)
         assert "another model" in caplog.text
         lease = cache.acquire(Request([A, B, C]).path)
         assert lease.cached_tokens == 0
@@ -708,12 +693,9 @@ class TestAfterARestart:
         assert cache.stats().disk.capacity_bytes == 0
         cache.close()
 
-    def test_a_folder_that_another_one_has_is_left_alone(
-        self, engine: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_locked_folder_is_left_alone(self, engine: Made) -> None:
         at = engine(device_blocks=5, disk=PLENTY)
-        with caplog.at_level("WARNING", "ragorder"):
-            second = engine(device_blocks=5, disk=PLENTY)
+        second = engine(device_blocks=5, disk=PLENTY)
         assert second.cache.stats().disk.refused == {"locked": 1}
         second.serve(A, B, C)
         second.empty_device()
@@ -722,13 +704,6 @@ class TestAfterARestart:
 
 
 class TestAFailingDisk:
-    def full(self, engine: Made) -> Engine:
-        """A, B and C are on the disk, and nowhere else."""
-        at = engine(device_blocks=5, disk=PLENTY)
-        at.serve(A, B, C)
-        at.store()
-        return at
-
     def path_of(self, at: Engine, tmp_path: Path, documents: Sequence[Sequence[int]]) -> Path:
         (found,) = {
             path for path in chunk_files(tmp_path) if Request(documents).path[-1].key in path.read_bytes()[:100]
@@ -739,7 +714,7 @@ class TestAFailingDisk:
     def test_a_chunk_that_has_changed_shortens_what_was_found(
         self, engine: Made, tmp_path: Path, bad: list[list[int]], left: int, truncated: bool
     ) -> None:
-        at = self.full(engine)
+        at = on_disk(engine, A, B, C)
         path = self.path_of(at, tmp_path, bad)
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
@@ -758,7 +733,7 @@ class TestAFailingDisk:
         assert at.serve(A, B, C) == (16, 0, 0)
 
     def test_two_requests_that_wait_for_one_chunk_both_find_less(self, engine: Made, tmp_path: Path) -> None:
-        at = self.full(engine)
+        at = on_disk(engine, A, B, C)
         self.path_of(at, tmp_path, [A]).write_bytes(b"something else")
         requests = [Request([A, B], [number]) for number in (1, 2)]
         for request in requests:
@@ -794,9 +769,7 @@ class TestRoom:
     def test_who_finds_no_room_waits_and_nothing_has_changed(self, engine: Made) -> None:
         at = engine(device_blocks=8, host_blocks=20)
         at.serve(A)
-        running, waiting = Request([E, E]), Request([A], [1] * 9)
-        at.acquire(running)
-        at.compute(running)
+        running, waiting = at.start(E, E), Request([A], [1] * 9)
         lease = at.acquire(waiting)
         before = at.cache.stats()
         with pytest.raises(OutOfBlocksError, match="in use"):
@@ -809,9 +782,7 @@ class TestRoom:
     def test_who_finds_no_room_for_what_is_cached_waits(self, engine: Made) -> None:
         at = engine(device_blocks=8, host_blocks=20)
         at.serve(A, B, C)
-        running = Request([E, E], [1] * 10)
-        at.acquire(running)
-        at.compute(running)
+        running = at.start(E, E, question=[1] * 10)
         tiers_of(at.cache).drain()
         before = at.cache.stats()
         with pytest.raises(OutOfBlocksError):
@@ -826,10 +797,8 @@ class TestRoom:
         """Parent and grandchild come from the disk, and what is between them does not, for want of memory to read it
         into. A request that needs the whole device frees blocks that two nodes both hold the tokens of: these two hold
         none of the same."""
-        at = engine(device_blocks=6, disk=PLENTY)
         parent, between, grandchild = A, [60, 61, 62, 63, 64, 65], [70, 71, 72, 73]
-        at.serve(parent, between, grandchild)
-        at.store()
+        at = on_disk(engine, parent, between, grandchild, device_blocks=6)
         made = 0
 
         def second_fails(*given: Any, **options: Any) -> Any:
@@ -854,12 +823,10 @@ class TestRoom:
         check_accounts(at.cache)
 
     def test_nor_where_a_request_has_lost_what_is_between(self, engine: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It goes on behind a node that it has computed itself and that others were loading, in vain. It needs the
-        whole device then."""
-        at = engine(device_blocks=8, disk=PLENTY)
+        """It goes on after a node that it has computed itself and that others failed to load. It needs the whole device
+        then."""
         parent, between = [50] * 7, [60, 61, 62, 63, 64, 65]
-        at.serve(parent, between)
-        at.store()
+        at = on_disk(engine, parent, between, device_blocks=8)
         # Holds the parent's last block, so that the request copies it.
         other, request = Request([parent]), Request([parent, between, [70, 71, 72, 73]])
         at.acquire(other).wait()
@@ -881,13 +848,9 @@ class TestRoom:
         assert at.serve(parent) == (7, 0, 0)
         check_accounts(at.cache)
 
-    def test_an_orphan_leaves_with_the_block_that_it_shares(
-        self, engine: Made, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_orphan_leaves_with_the_block_it_shares(self, engine: Made, monkeypatch: pytest.MonkeyPatch) -> None:
         """B goes on in F's block, and D, between them, could not be loaded: F leaves first, and frees none."""
-        at = engine(device_blocks=4, disk=PLENTY, policy="lru")
-        at.serve(F, D)
-        at.store()
+        at = on_disk(engine, F, D, device_blocks=4, policy="lru")
         request = Request([F, D, B], [1])
         at.acquire(Request([F])).wait()
         at.cache.release(next(iter(leases_of(at.cache).values())))
@@ -915,7 +878,7 @@ class TestPrefetch:
             awaited = at.cache.expect(Request(expected).path)
             for number in range(6):
                 at.serve([2000 + 20 * number + each for each in range(len(A))])
-            found = at.cache.find(Request([A]).path)
+            found = at.find(A)
             at.cache.settle(awaited)
             return bool(found.device + found.host)
 
@@ -953,9 +916,7 @@ class TestPrefetch:
         at.serve(B, E)
         at.serve(E, A)
         at.serve(F, D)
-        running = Request([D, D])
-        at.acquire(running)
-        at.compute(running)
+        running = at.start(D, D)
         at.cache.prefetch(Request([A, B]).path)
         tiers_of(at.cache).drain()
         ahead = {
@@ -972,16 +933,6 @@ class TestPrefetch:
 class TestPolicies:
     PROFILE = PrefillProfile((0, 100), (1, 100), ((0.001, 0.2), (0.002, 0.4)))
 
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_any_of_them_will_do(self, engine: Made, policy: str) -> None:
-        at = engine(device_blocks=7, host_blocks=7, disk=20 * 4096, policy=policy)
-        documents = random.Random(0)
-        for _ in range(60):
-            at.serve(*documents.choice(PATHS))
-            check_accounts(at.cache)
-        stats = at.cache.stats()
-        assert stats.device.hit_tokens and stats.host.hit_tokens and stats.device.evicted and stats.host.evicted
-
     def test_a_node_costs_what_a_new_token_of_its_requests_took(self, engine: Made) -> None:
         at = engine(device_blocks=12, host_blocks=12, profile=self.PROFILE)
         at.serve(A)
@@ -990,7 +941,7 @@ class TestPolicies:
         a, c = (segment.key for segment in Request([A, C]).path)
         tier = device_of(at.cache).tier
         assert (tier.get(a).frequency, tier.get(a).misses, tier.get(a).cost) == (3, 1, self.PROFILE.cost(0, 9))
-        # 13 tokens and a question of one, of which 8 were cached.
+        # 13 tokens and a question of one; 8 were cached.
         assert (tier.get(c).frequency, tier.get(c).misses, tier.get(c).cost) == (2, 1, self.PROFILE.cost(8, 6))
 
     def test_the_host_counts_what_the_device_holds(self, engine: Made) -> None:
@@ -1033,7 +984,7 @@ class TestWhatIsUsedMost:
         assert [node.key for node in replicas(at)] == [Request([E]).path[0].key]
 
     def test_makes_way_even_if_its_own_copy_fails_at_that_moment(self, engine: Made) -> None:
-        """Room for the next one has to wait for copies, of which one has failed."""
+        """Room for the next one has to wait for copies, and one of them has failed."""
         at = engine(device_blocks=12, host_blocks=4, replicate_nodes=1, policy="lru")
         other, often = Request([F]), [70] * 8
         at.serve(F)
@@ -1061,21 +1012,20 @@ class TestADeviceThatFails:
     @pytest.mark.parametrize("tier", [{"host_blocks": 20}, {"disk": PLENTY}], ids=["host", "disk"])
     def test_spoils_what_was_being_copied_from_it_and_nothing_else(self, engine: Made, tier: dict[str, int]) -> None:
         at = engine(**tier)
-        arrived, leaving = Request([A, B]).path, Request([E]).path
         at.serve(A, B)
         at.empty_device()
         tiers_of(at.cache).drain()
         if disk_of(at.cache) is not None:
             disk_of(at.cache).wait()
-        before = at.cache.find(arrived)
-        assert before.total == sum(segment.tokens for segment in arrived)
+        before = at.find(A, B)
+        assert before.total == len(A) + len(B)
         at.serve(E)
         at.empty_device()
-        assert len(copies_of(at.cache)) and at.cache.find(leaving).total
+        assert len(copies_of(at.cache)) and at.find(E).total
         at.cache.pool.kv.fill_(float("nan"))
         at.cache.forget_device()
-        assert at.cache.find(leaving).total == 0
-        assert at.cache.find(arrived) == before
+        assert at.find(E).total == 0
+        assert at.find(A, B) == before
         check_accounts(at.cache)
         assert at.serve(A, B) == before
         assert at.serve(E).total == 0
@@ -1097,10 +1047,7 @@ class TestPoolsThatChange:
 
     def test_blocks_in_use_stay_with_what_is_in_them(self, engine: Made) -> None:
         at = engine(device_blocks=12)
-        first, second = Request([A, B], [1, 2, 3]), Request([E], [4])
-        for request in (first, second):
-            at.acquire(request)
-            at.compute(request)
+        first, second = at.start(A, B, question=[1, 2, 3]), at.start(E, question=[4])
         before = [*second.lease.block_table]
         at.release(first)
         at.cache.resize(device_blocks=3)
@@ -1155,37 +1102,33 @@ class TestPoolsThatChange:
 
 class TestSuspectNodes:
     @pytest.mark.parametrize("tiers", [{}, {"host_blocks": 6, "disk": PLENTY}], ids=str)
-    def test_leave_every_tier_with_all_behind_them(self, engine: Made, tiers: dict[str, int]) -> None:
+    def test_leave_every_tier_with_all_after_them(self, engine: Made, tiers: dict[str, int]) -> None:
         at = engine(device_blocks=14, **tiers)
         for path in ([A, B, C], [A, B, D], [B, E]):
             at.serve(*path)
         if tiers:
             at.empty_device()
-        before = at.cache.find(Request([B, E]).path)
-        assert before.total == len(B) + len(E)
-        suspect = Request([A, B]).path[-1].key
-        at.cache.purge([suspect])
+        assert at.find(B, E).total == len(B) + len(E)
+        at.cache.purge([Request([A, B]).path[-1].key])
         for path in ([A, B], [A, B, C], [A, B, D]):
-            assert at.cache.find(Request(path).path).total == len(A)
-        assert at.cache.find(Request([B, E]).path).total == before.total
+            assert at.find(*path).total == len(A)
+        assert at.find(B, E).total == len(B) + len(E)
         check_accounts(at.cache)
-        # What is computed in its place has nothing of the former behind it.
+        # What is computed in its place has nothing of the former after it.
         assert at.serve(A, B).total == len(A)
-        assert at.cache.find(Request([A, B, C]).path).total == len(A) + len(B)
+        assert at.find(A, B, C).total == len(A) + len(B)
 
-    def test_a_lease_keeps_their_blocks_and_commits_nothing_behind_them(self, engine: Made) -> None:
+    def test_a_lease_keeps_their_blocks_and_commits_nothing_after_them(self, engine: Made) -> None:
         at = engine()
-        request = Request([A, B, C])
-        at.acquire(request)
-        at.compute(request, len(A) + 1)
+        request = at.start(A, B, C, tokens=len(A) + 1)
         at.cache.purge([request.path[0].key])
         at.compute(request)
         at.release(request)
-        assert at.cache.find(request.path).total == 0
+        assert at.find(A, B, C).total == 0
         assert at.cache.stats().device.nodes == 0
         check_accounts(at.cache)
 
-    def test_a_lease_that_has_not_begun_finds_what_is_in_front_of_them(self, engine: Made) -> None:
+    def test_a_lease_that_has_not_begun_finds_what_is_before_them(self, engine: Made) -> None:
         at = engine()
         at.serve(A, B, C)
         request = Request([A, B, C])
@@ -1195,7 +1138,7 @@ class TestSuspectNodes:
         assert lease.cached_tokens == len(A)
         at.compute(request)
         at.release(request)
-        assert at.cache.find(request.path).total == request.document_tokens
+        assert at.find(A, B, C).total == request.document_tokens
         check_accounts(at.cache)
 
 
@@ -1255,28 +1198,22 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
         self.requests: list[Request] = []
-        self.others: list[str] = []
 
     @initialize(
-        device=st.integers(6, 16),
-        host=st.sampled_from([9, 4, 0, 60]),
+        settings=st.fixed_dictionaries(
+            {
+                "device_blocks": st.integers(6, 16),
+                "host_blocks": st.sampled_from([9, 4, 0, 60]),
+                "policy": st.sampled_from(POLICIES),
+                "history": st.sampled_from([1000, 3, 0]),
+                "replicate_nodes": st.sampled_from([0, 2]),
+            }
+        ),
         disk=st.sampled_from([PLENTY, 5 * 4096, None]),
-        policy=st.sampled_from(POLICIES),
-        history=st.sampled_from([1000, 3, 0]),
-        replicas=st.sampled_from([0, 2]),
         backlog=st.sampled_from([PLENTY, 2000, 0]),
     )
-    def begin(
-        self, device: int, host: int, disk: int | None, policy: str, history: int, replicas: int, backlog: int
-    ) -> None:
-        self.settings = {
-            "device_blocks": device,
-            "host_blocks": host,
-            "disk": disk and DiskSettings(self.folder / "disk", disk, backlog_bytes=backlog),
-            "policy": policy,
-            "history": history,
-            "replicate_nodes": replicas,
-        }
+    def begin(self, settings: dict[str, Any], disk: int | None, backlog: int) -> None:
+        self.settings = settings | {"disk": disk and DiskSettings(self.folder / "disk", disk, backlog_bytes=backlog)}
         self.open()
 
     def open(self) -> None:
@@ -1285,9 +1222,6 @@ class Machine(RuleBasedStateMachine):
             SHAPE, identity=IDENTITY, transfers=self.transfers, executor=self.executor, **self.settings
         )
         self.engine = Engine(self.cache)
-
-    def running(self) -> list[Request]:
-        return [request for request in self.requests if request.lease is not None and request.lease.started]
 
     def idle(self) -> list[Request]:
         """Those that hold a lease, and are not in the step that is being put together."""
@@ -1356,12 +1290,15 @@ class Machine(RuleBasedStateMachine):
         if request is not None and SHAPE.blocks_for(len(request.tokens) + tokens) <= self.cache.pool.blocks:
             request.tokens += range(1000, 1000 + tokens)
 
-    @rule()
-    def step(self) -> None:
-        self.engine.step()
+    def check_idle(self) -> None:
         for request in self.idle():
             if request.lease.ready:
                 self.engine.check(request, request.computed or request.lease.cached_tokens)
+
+    @rule()
+    def step(self) -> None:
+        self.engine.step()
+        self.check_idle()
 
     @rule()
     def fail(self) -> None:
@@ -1436,9 +1373,7 @@ class Machine(RuleBasedStateMachine):
         if host is not None:
             self.cache.resize(host_blocks=host)
             assert host_of(self.cache).pool.blocks == host
-        for request in self.idle():
-            if request.lease.ready:
-                self.engine.check(request, request.computed or request.lease.cached_tokens)
+        self.check_idle()
 
     @rule()
     def restart(self) -> None:

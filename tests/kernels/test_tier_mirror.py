@@ -44,6 +44,11 @@ class Scope:
         self.residency.release(lease)
         return cached
 
+    def serve_each(self, documents: Sequence[str]) -> None:
+        """Serve a request for each document."""
+        for document in documents:
+            self.serve(document)
+
     def loads(self, documents: str) -> list[Loads]:
         return [self.residency.loads(node) for node in path_of(self.tree, documents)[1:]]
 
@@ -107,14 +112,12 @@ class TestWhereDocumentsAre:
 
     def test_what_the_host_evicts_is_on_the_disk(self, write_through: bool) -> None:
         engine = Engine(1, 2 if write_through else 1, 9, write_through=write_through)
-        for document in "abc":
-            engine.serve(document)
+        engine.serve_each("abc")
         assert [engine.loads(document) for document in "abc"] == [[DISK], [HOST], [DEVICE]]
 
     def test_only_held_blocks_are_loaded(self, write_through: bool) -> None:
         engine = Engine(1, 9, 0, write_through=write_through)
-        engine.serve("a")
-        engine.serve("b")
+        engine.serve_each("ab")
         (node,) = path_of(engine.tree, "a")[1:]
         engine.residency.truncate(node, 1)
         assert engine.residency.loads(node) == Loads(host=1)
@@ -140,8 +143,7 @@ class TestWhereDocumentsAre:
 class TestWhatIsHeld:
     def test_what_no_tier_has_is_gone(self, write_through: bool) -> None:
         engine = Engine(1, 2 if write_through else 1, 0, write_through=write_through)
-        for document in "abc":
-            engine.serve(document)
+        engine.serve_each("abc")
         assert [engine.held(document) for document in "abc"] == [0, 1, 1]
         assert engine.tree.size == 2 and engine.pool.evicted_blocks == 2
 
@@ -149,27 +151,24 @@ class TestWhatIsHeld:
     def test_the_tiers_policy_decides(self, write_through: bool, policy: str, kept: int) -> None:
         """What is used often stays longer than what was used last, but with LRU."""
         engine = Engine(1, 2, 0, write_through=write_through, policy=policy)
-        for documents in ("a", "a", "a", "a", "a", "a", "b", "c", "d", "e"):
-            engine.serve(documents)
+        engine.serve_each("aaaaaabcde")
         assert engine.held("a") == kept
         assert engine.serve("a") == kept
 
     def test_what_is_expensive_to_compute_stays(self, write_through: bool) -> None:
-        """A token behind 64 cached ones takes ten times as long here."""
+        """A token after 64 cached ones takes ten times as long here."""
         slow = PrefillProfile((0, 16, 64), (1, 1000), ((0.001, 1.0), (0.001, 1.0), (0.01, 10.0)))
         engine = Engine(2, 4, 0, write_through=write_through, policy="pgdsf", profile=slow)
         engine.serve("a")
         engine.serve("ab")
         engine.serve("ac")
-        for documents in "defghi":
-            engine.serve(documents)
-        assert engine.held("ac") == 2, "three documents of the six were computed behind a"
+        engine.serve_each("defghi")
+        assert engine.held("ac") == 2, "three documents of the six were computed after a"
 
     def test_a_request_in_flight_keeps_its_documents(self, write_through: bool) -> None:
         engine = Engine(1, 2 if write_through else 1, 0, write_through=write_through)
         lease = engine.begin("a")
-        for document in "bcd":
-            engine.serve(document)
+        engine.serve_each("bcd")
         assert engine.held("a") == 1, "the engine cannot evict what it computes with"
         engine.residency.release(lease)
         assert engine.held("a") == 0, "by then the tiers have others' documents"
@@ -193,8 +192,7 @@ class TestWhatIsHeld:
         engine = Engine(1, 2 if write_through else 1, 0, write_through=write_through)
         other = Scope(engine.pool, "other")
         other.serve("a")
-        for document in "bcdef":
-            engine.serve(document)
+        engine.serve_each("bcdef")
         assert engine.pool.emptied == [other.residency]
 
     def test_a_closed_scope_takes_room_until_it_is_evicted(self, write_through: bool) -> None:
@@ -203,8 +201,7 @@ class TestWhatIsHeld:
         lease = other.begin("a")
         other.residency.close()
         assert other.residency.closed and not engine.pool.nodes_by_key
-        engine.serve("b")
-        engine.serve("c")
+        engine.serve_each("bc")
         other.residency.release(lease)
         assert engine.held("b") == engine.held("c") == 1
 
@@ -216,9 +213,7 @@ class TestWhatIsHeld:
         assert sum(map(len, engine.mirror.tiers)) <= 3 * (TOKENS + BLOCK)
         assert engine.tree.size <= 3 * (TOKENS + BLOCK)
 
-    def test_an_interrupt_costs_what_is_known_and_nothing_else(
-        self, write_through: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_interrupt_costs_only_what_is_known(self, write_through: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = Engine(2, 9, 0, write_through=write_through)
         other = Scope(engine.pool, "other")
         other.serve("x")
@@ -246,8 +241,7 @@ class TestReports:
 
     def test_what_goes_before_the_missing_documents_is_gone_too(self, write_through: bool) -> None:
         engine = Engine(1, 4, 0, write_through=write_through)
-        for document in "abcd":
-            engine.serve(document)
+        engine.serve_each("abcd")
         lease = engine.begin("c")
         assert lease.cached_documents == 1
         engine.residency.correct(lease)
@@ -258,8 +252,7 @@ class TestReports:
         engine = Engine(3, 9, 0, write_through=write_through)
         other = Scope(engine.pool, "other")
         other.serve("x")
-        engine.serve("a")
-        engine.serve("b")
+        engine.serve_each("ab")
         lease = engine.begin("b")
         engine.residency.correct(lease, alone=True)
         engine.residency.release(lease)
@@ -267,8 +260,7 @@ class TestReports:
 
     def test_another_mirror_hears_of_it(self, write_through: bool) -> None:
         engine = Engine(2, 4, 0, write_through=write_through)
-        for document in "abcd":
-            engine.serve(document)
+        engine.serve_each("abcd")
         engine.pool.shrink_to(engine.pool.used_blocks - 2, engine.residency)
         assert [engine.held(document) for document in "abcd"] == [0, 1, 1, 1]
 
@@ -278,12 +270,10 @@ class TestInFlight:
         engine = Engine(1, 4, 0, write_through=True)
         engine.serve("a")
         lease = engine.begin("a")
-        for document in "bcdefg":
-            engine.serve(document)
+        engine.serve_each("bcdefg")
         assert engine.loads("a") == [HOST]
         engine.residency.release(lease)
-        for document in "hijk":
-            engine.serve(document)
+        engine.serve_each("hijk")
         assert engine.held("a") == 0
 
     def test_at_most_half_of_the_host_is_kept_for_them(self) -> None:
@@ -310,11 +300,10 @@ def test_of_a_request_longer_than_the_device_the_beginning_is_kept() -> None:
     assert engine.held("abc") == 2
 
 
-def test_a_node_that_is_lost_takes_with_it_what_is_behind() -> None:
+def test_a_lost_node_takes_those_after_it_with_it() -> None:
     """The host has b, and no room for a, which it follows: nothing finds b any more."""
     engine = Engine(2, 1, 0)
-    a, b = "a", "b"
-    path = engine.tree.insert([a, b], [2 * TOKENS, TOKENS], [0, 1])
+    path = engine.tree.insert(["a", "b"], [2 * TOKENS, TOKENS], [0, 1])
     engine.mirror.tiers[0].capacity_tokens += TOKENS
     lease = engine.residency.lease(path, 0)
     engine.residency.serve(path, lease, tuple)
@@ -327,21 +316,16 @@ def test_a_node_that_is_lost_takes_with_it_what_is_behind() -> None:
 
 
 def test_an_engine_that_copies_evicted_documents_holds_more() -> None:
-    """Both tiers together, where copies of all that is computed would be twice the same."""
-    engine = Engine(2, 2, 9, write_through=False)
-    for document in "abcd":
-        engine.serve(document)
-    assert [engine.loads(document) for document in "abcd"] == [[HOST], [HOST], [DEVICE], [DEVICE]]
-    engine = Engine(2, 2, 9, write_through=True)
-    for document in "abcd":
-        engine.serve(document)
-    assert [engine.loads(document) for document in "abcd"] == [[DISK], [DISK], [DEVICE], [DEVICE]]
+    """Both tiers together: copies of all that is computed are twice the same."""
+    for write_through, place in ((False, HOST), (True, DISK)):
+        engine = Engine(2, 2, 9, write_through=write_through)
+        engine.serve_each("abcd")
+        assert [engine.loads(document) for document in "abcd"] == [[place], [place], [DEVICE], [DEVICE]]
 
 
 def test_a_dry_run_has_the_same_room_and_changes_nothing() -> None:
     engine = Engine(2, 2, 0)
-    for document in "abcd":
-        engine.serve(document)
+    engine.serve_each("abcd")
     room = engine.pool._held_tokens
     before = [engine.loads(document) for document in "abcd"]
     copy = engine.residency.copy()
