@@ -391,8 +391,7 @@ class TestChats:
             "",
         ]
         bodies = Bodies("<doc>{text}</doc>", tokenizer=deepcopy(tokenizer))
-        without_nulls = [{"content": "", **{name: each[name] for name in each if each[name]}} for each in turn]
-        parsed = bodies.parse("chat", json.dumps({"messages": without_nulls}).encode())
+        parsed = bodies.parse("chat", json.dumps({"messages": turn}).encode())
         async with reaching(make_engine_app(worker)) as client:
             answer = (await client.post("/tokenize", json={"messages": turn})).json()
             assert tokenizer.decode(answer["tokens"]) == "\n".join(lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -127,8 +127,8 @@ class TokenCounter:
             return None
 
     def _render(self, body: Body, prefix: PromptPrefix) -> str:
-        messages = [message for raw in prefix.messages if (message := decode(raw, dict[str, Any])) is not None]
-        _read_calls(messages)
+        earlier = [message for raw in prefix.messages if (message := decode(raw, dict[str, Any])) is not None]
+        messages = _as_servers_read(earlier)
         tools = decode(body.fields["tools"], list[Any]) if "tools" in body.fields else None
         turn = {"role": prefix.role, "content": prefix.text + PLACEHOLDER}
         rendered: str = self._tokenizer.apply_chat_template(
@@ -159,10 +159,13 @@ def size_of(tokens: int) -> int:
     return tokens.size if isinstance(tokens, KnownTokens) else 0
 
 
-def _read_calls(messages: Sequence[dict[str, Any]]) -> None:
-    """Adapt earlier turns to templates: calls' arguments as values, both names of reasoning."""
+def _as_servers_read(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Adapt earlier turns to templates: no nulls, calls' arguments as values, both names of reasoning."""
     room = MAX_VALUES
-    for message in messages:
+    messages = []
+    for each in given:
+        message = {"content": ""} | {name: value for name, value in each.items() if value is not None}
+        messages.append(message)
         reasoning = message.get("reasoning") or message.get("reasoning_content")
         if reasoning is not None:
             message["reasoning"] = message["reasoning_content"] = reasoning
@@ -173,6 +176,7 @@ def _read_calls(messages: Sequence[dict[str, Any]]) -> None:
                 room -= count_values(content, room)
                 read = decode(content, dict[str, Any])
                 function["arguments"] = arguments if read is None else read
+    return messages
 
 
 def _characters(raw: Raw, around: int = _AROUND) -> int:
