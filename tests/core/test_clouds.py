@@ -45,11 +45,8 @@ def make(
     provider: Any = "anthropic", model: str = "claude-opus-5", **options: Any
 ) -> tuple[Orderer, PromptBuilder, Clock]:
     builder, clock = PromptBuilder(SYSTEM), Clock()
-    return (
-        Orderer.for_cloud(provider, model=model, builder=builder, clock=clock, strict=True, **options),
-        builder,
-        clock,
-    )
+    given = {"model": model, "builder": builder, "clock": clock, "strict": True} | options
+    return Orderer.for_cloud(provider, **given), builder, clock
 
 
 def serve(orderer: Orderer, documents: Sequence[Document], **options: Any) -> Ordering[Document]:
@@ -176,9 +173,7 @@ class TestOrders:
         served = []
         for ordering in orderer.order_batch(requests):
             served.append(ordering.index)
-            assert sorted(each.id for each in ordering.documents) == sorted(
-                each.id for each in requests[ordering.index]
-            )
+            assert sorted(map(id, ordering.documents)) == sorted(map(id, requests[ordering.index]))
             ordering.readable()
             ordering.confirm()
         assert sorted(served) == list(range(12))
@@ -208,7 +203,7 @@ class TestOrders:
         serve(orderer, DOCUMENTS)
         assert orderer.order(DOCUMENTS[::-1]).documents[0].id == "ants"
 
-    def test_clones_and_copies_start_anew(self) -> None:
+    def test_clones_and_copies_start_cold(self) -> None:
         orderer = Orderer.for_cloud("anthropic", model="claude-opus-5")
         serve(orderer, DOCUMENTS)
         for other in (orderer.clone(moves="prefix"), copy.deepcopy(orderer), pickle.loads(pickle.dumps(orderer))):  # noqa: S301
@@ -238,6 +233,11 @@ class TestOrders:
         ordering.readable()
         ordering.confirm(0, written_tokens=5)
         assert (ordering.breakpoints, ordering.cost, ordering.cloud) == ((), None, None)
+
+
+# Cached, written and prompt tokens.
+READ = (600, 300, 1000)
+READ_DETAILS = {"cached_tokens": 600, "cache_write_tokens": 300}
 
 
 class TestReports:
@@ -282,19 +282,10 @@ class TestReports:
     @pytest.mark.parametrize(
         ("usage", "read"),
         [
-            (
-                {"input_tokens": 100, "cache_read_input_tokens": 600, "cache_creation_input_tokens": 300},
-                (600, 300, 1000),
-            ),
-            ({"inputTokens": 100, "cacheReadInputTokens": 600, "cacheWriteInputTokens": 300}, (600, 300, 1000)),
-            (
-                {"prompt_tokens": 1000, "prompt_tokens_details": {"cached_tokens": 600, "cache_write_tokens": 300}},
-                (600, 300, 1000),
-            ),
-            (
-                {"input_tokens": 1000, "input_tokens_details": {"cached_tokens": 600, "cache_write_tokens": 300}},
-                (600, 300, 1000),
-            ),
+            ({"input_tokens": 100, "cache_read_input_tokens": 600, "cache_creation_input_tokens": 300}, READ),
+            ({"inputTokens": 100, "cacheReadInputTokens": 600, "cacheWriteInputTokens": 300}, READ),
+            ({"prompt_tokens": 1000, "prompt_tokens_details": READ_DETAILS}, READ),
+            ({"input_tokens": 1000, "input_tokens_details": READ_DETAILS}, READ),
             ({"prompt_cache_hit_tokens": 600, "prompt_tokens": 1000}, (600, None, 1000)),
             ({"input_tokens": 100, "cache_read_input_tokens": 0}, (0, None, 100)),
             ({"prompt_tokens": 500, "prompt_tokens_details": {"cached_tokens": 600}}, (None, None, 500)),
@@ -321,21 +312,16 @@ class TestPrices:
         file = tmp_path / "prices.toml"
         file.write_text('date = "2027-01-01"\ncurrency = "EUR"\n[per_million]\n"claude-opus-5" = 2\n', "utf-8")
         for options in ({"prices": file}, {"prices": Prices.load(file)}):
-            ordering = make(**options)[0].order(DOCUMENTS)
-            assert ordering.cost is not None
-            assert (ordering.cost.price, ordering.cost.currency, ordering.cost.prices_date) == (
-                2.0,
-                "EUR",
-                "2027-01-01",
-            )
+            cost = make(**options)[0].order(DOCUMENTS).cost
+            assert cost is not None
+            assert (cost.price, cost.currency, cost.prices_date) == (2.0, "EUR", "2027-01-01")
         monkeypatch.setenv("RAGORDER_PRICES", str(file))
         assert Prices.load().of("claude-opus-5-20270101") == 2.0
         assert Prices.load().of("claude-opus-5-5") is None
 
     def test_a_model_without_one_costs_tokens_alone(self) -> None:
-        ordering = Orderer.for_cloud(rules=CacheRules("mine"), model="mine-1").order(DOCUMENTS)
-        assert ordering.cost is not None
-        assert (ordering.cost.price, ordering.cost.money, ordering.cost.saved_money) == (None, None, None)
+        cost = Orderer.for_cloud(rules=CacheRules("mine"), model="mine-1").order(DOCUMENTS).cost
+        assert cost is not None and (cost.price, cost.money, cost.saved_money) == (None, None, None)
 
     @pytest.mark.parametrize(
         ("text", "problem"),
@@ -363,6 +349,9 @@ class TestPrices:
             assert cache_rules(provider, model).name
 
 
+PIECES = ["<", "|", "<|", "|>", "im_", "end", "<|im_", "_end|>", "a", " "]
+
+
 class TestPrompts:
     def test_have_one_part_a_document_and_marks_at_the_breakpoints(self) -> None:
         orderer, builder, _ = make()
@@ -386,9 +375,8 @@ class TestPrompts:
         body = builder.build("Who hunts?", ordering).openai()
         assert body["prompt_cache_options"] == {"mode": "explicit", "ttl": "30m"}
         assert [message["role"] for message in body["messages"]] == ["system", "user"]
-        marked = [
-            place for place, part in enumerate(body["messages"][1]["content"], 1) if "prompt_cache_breakpoint" in part
-        ]
+        parts = body["messages"][1]["content"]
+        marked = [place for place, part in enumerate(parts, 1) if "prompt_cache_breakpoint" in part]
         assert marked == [mark for mark in ordering.breakpoints if mark]
 
     @pytest.mark.parametrize(("provider", "model"), [("openai", "gpt-5.4"), ("deepseek", "deepseek-chat")])
@@ -407,18 +395,17 @@ class TestPrompts:
         parts = [*body["system"], *body["messages"][0]["content"]]
         assert sum("cachePoint" in part for part in parts) == len(ordering.breakpoints)
         assert all(part["cachePoint"] == {"type": "default"} for part in parts if "cachePoint" in part)
-        orderer, builder, _ = make("bedrock", "claude-opus-5", ttl="1h")
-        for _ in range(4):
-            body = builder.build("?", serve(orderer, DOCUMENTS)).bedrock()
-        points = [part["cachePoint"] for part in body["messages"][0]["content"] if "cachePoint" in part]
-        assert points and all(point == {"type": "default", "ttl": "1h"} for point in points)
 
-    def test_the_lifetime_is_that_of_the_rules(self) -> None:
-        orderer, builder, _ = make(ttl="1h")
+    @pytest.mark.parametrize(
+        ("provider", "name", "kind"),
+        [("anthropic", "cache_control", "ephemeral"), ("bedrock", "cachePoint", "default")],
+    )
+    def test_the_lifetime_is_that_of_the_rules(self, provider: str, name: str, kind: str) -> None:
+        orderer, builder, _ = make(provider, ttl="1h")
         for _ in range(4):
-            body = builder.build("?", serve(orderer, DOCUMENTS)).anthropic()
-        controls = [part["cache_control"] for part in body["messages"][0]["content"] if "cache_control" in part]
-        assert controls and all(control == {"type": "ephemeral", "ttl": "1h"} for control in controls)
+            body = getattr(builder.build("?", serve(orderer, DOCUMENTS)), provider)()
+        marks = [part[name] for part in body["messages"][0]["content"] if name in part]
+        assert marks and all(mark == {"type": kind, "ttl": "1h"} for mark in marks)
 
     def test_plain_orders_have_parts_without_marks(self) -> None:
         prompt = PromptBuilder(SYSTEM).build("?", DOCUMENTS)
@@ -447,11 +434,7 @@ class TestPrompts:
         assert again.anthropic() == prompt.anthropic()
 
     @settings(max_examples=examples(100))
-    @given(
-        st.lists(
-            st.lists(st.sampled_from(["<", "|", "<|", "|>", "im_", "end", "<|im_", "_end|>", "a", " "])), max_size=5
-        )
-    )
+    @given(st.lists(st.lists(st.sampled_from(PIECES)), max_size=5))
     def test_documents_never_form_a_special_token_between_them(self, pieces: list[list[str]]) -> None:
         builder = PromptBuilder("", document_template="{text}", question_template="{query}")
         documents = [Document(str(number), "".join(text)) for number, text in enumerate(pieces)]
@@ -459,7 +442,7 @@ class TestPrompts:
         joined = "".join(part["text"] for part in content)
         assert special_token_escaper()(joined) == joined
 
-    def test_a_part_never_depends_on_those_behind_it(self) -> None:
+    def test_a_part_never_depends_on_those_after_it(self) -> None:
         def texts(*documents: str) -> list[str]:
             return PromptParts("", documents, "?", escape=special_token_escaper()).texts()
 
