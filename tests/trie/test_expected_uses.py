@@ -135,11 +135,11 @@ class TestExpectedUses:
         uses = learnt([rng.sample("abcdefghij", 4) for _ in range(500)])
         uses.learn()
         keys = list("abcdefghij")
-        alone, behind = uses.joined(keys, [], range(10)), uses.joined(keys, [0, 1], [2, 5])
+        alone, after = uses.joined(keys, [], range(10)), uses.joined(keys, [0, 1], [2, 5])
         votes = (uses.voters & uses.cohorts.masks["a"] & uses.cohorts.masks["b"] & uses.cohorts.masks["f"]).bit_count()
         burst = uses.burst * uses.kept[0] * uses.kept[1] * uses.kept[5]
-        assert behind[1] == pytest.approx(uses.per_vote * votes + burst)
-        assert 0 < behind[1] < alone[5]
+        assert after[1] == pytest.approx(uses.per_vote * votes + burst)
+        assert 0 < after[1] < alone[5]
         uses.observe(["new"])
         added = uses.cohorts.added
         assert uses.joined(["new"], [], [0]) == [pytest.approx(uses.burst * uses.kept[0])]

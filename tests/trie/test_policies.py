@@ -87,19 +87,11 @@ def figures() -> dict[tuple[str, str], float]:
 
 
 @pytest.mark.parametrize("row", CHECKED)
-def test_best_path_saves_what_the_notes_say(figures: dict[tuple[str, str], float], row: str) -> None:
-    assert figures["prefix", row] >= RANK[row] - 0.7
-
-
-@pytest.mark.parametrize("row", CHECKED)
-def test_best_path_equals_an_oracle_that_reads_the_block_table(figures: dict[tuple[str, str], float], row: str) -> None:
-    assert figures["prefix", row] == pytest.approx(figures["oracle", row], abs=0.5)
-
-
-@pytest.mark.parametrize("row", CHECKED)
-def test_auto_saves_as_much_as_the_better_of_rank_and_frequency(
+def test_policies_save_what_the_notes_and_an_oracle_that_reads_the_block_table_say(
     figures: dict[tuple[str, str], float], row: str
 ) -> None:
+    assert figures["prefix", row] >= RANK[row] - 0.7
+    assert figures["prefix", row] == pytest.approx(figures["oracle", row], abs=0.5)
     assert figures["free", row] >= max(RANK[row], FREQUENCY[row]) - 1.0
 
 

@@ -25,16 +25,12 @@ PREFIX = 40
 SUFFIX = 40
 
 
-def held_blocks(tree: KnowledgeTree) -> int:
-    return sum(node.blocks - node.missing for node in tree.walk())
-
-
 def recomputed_blocks(residency: LRUResidency) -> int:
     """What the tree, the log and the requests in flight say that the engine's pool holds."""
     pool = residency.pool
     served = sum(use.suffix_blocks for use in pool.log)
     in_flight = sum(lease.suffix_blocks + lease.partial_blocks for _, lease in pool.in_flight if lease.open)
-    return held_blocks(residency.tree) + served + in_flight
+    return served + in_flight + sum(node.blocks - node.missing for node in residency.tree.walk())
 
 
 def prompt_blocks(documents_tokens: int, suffix_tokens: int = SUFFIX) -> int:
@@ -251,12 +247,8 @@ class Invariants(RuleBasedStateMachine):
     def begin(self, data: st.DataObject, block_size: int, prefix_tokens: int) -> None:
         self.tree = KnowledgeTree(block_size, prefix_tokens)
         blocks = data.draw(self.capacities, "capacity in blocks")
-        pool = Pool(
-            None if blocks is None else blocks * block_size,
-            block_size,
-            data.draw(self.node_limits, "max_nodes"),
-            self.partial_blocks_first,
-        )
+        capacity, max_nodes = blocks and blocks * block_size, data.draw(self.node_limits, "max_nodes")
+        pool = Pool(capacity, block_size, max_nodes, self.partial_blocks_first)
         self.residency = LRUResidency(self.tree, pool)
         self.search = BestPathSearch()
         self.lengths = data.draw(st.fixed_dictionaries({key: st.integers(0, 50) for key in "abcdef"}), "lengths")
@@ -455,7 +447,7 @@ class Mirrored:
         return lease.cached_tokens, completion.cached_tokens
 
     def serve_foreign(self, tokens: int) -> None:
-        """A request of which the residency knows nothing."""
+        """A request that the residency does not know."""
         self.engine.generate(self._question(array("q", range(-9_000_000, -9_000_000 + tokens))))
 
     def _question(self, prompt: array[int]) -> array[int]:
@@ -495,7 +487,7 @@ class TestAgreementWithTheEngine:
 
 
 class TestFeedback:
-    """Other users of the engine push our documents out behind the residency's back."""
+    """Other users of the engine push our documents out, and the residency does not hear of it."""
 
     @staticmethod
     @cache
