@@ -194,7 +194,7 @@ class TestBodies:
             messages = own.confirm(ANSWER)
         assert "cache" not in json.dumps(chat.messages), "marks are of one request, not of the history"
 
-    def test_plain_orders_have_none(self) -> None:
+    def test_plain_orders_have_no_marks(self) -> None:
         builder = PromptBuilder(SYSTEM)
         turn = builder.turn("Which?", DOCUMENTS[:2], orderer=Orderer())
         assert turn.openai() == {"messages": turn.messages}

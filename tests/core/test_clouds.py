@@ -99,7 +99,7 @@ class TestTables:
             (("openai", "gpt-5.4", "12h"), "'gpt-5.4' have one fixed TTL: leave ttl out"),
         ],
     )
-    def test_say_what_they_do_not_know(self, arguments: tuple[str, ...], said: str) -> None:
+    def test_unknown_models_and_lifetimes_are_named(self, arguments: tuple[str, ...], said: str) -> None:
         with pytest.raises(ValueError, match=said):
             cache_rules(*arguments)
 
@@ -109,12 +109,10 @@ class TestOrders:
         orderer, builder, _ = make()
         first = serve(orderer, DOCUMENTS)
         assert first.cached_tokens == 0 and 0 < len(first.breakpoints) <= 4
-        second = orderer.order(DOCUMENTS[::-1])
-        mark = first.breakpoints[-1]
-        assert [each.id for each in second.documents[:mark]] == [each.id for each in first.documents[:mark]]
-        assert second.cached_tokens == builder.prefix_tokens + sum(
-            builder.document_tokens(each) for each in first.documents[:mark]
-        )
+        second, mark = orderer.order(DOCUMENTS[::-1]), first.breakpoints[-1]
+        shared = first.documents[:mark]
+        assert second.documents[:mark] == shared
+        assert second.cached_tokens == builder.prefix_tokens + sum(map(builder.document_tokens, shared))
         assert mark in second.breakpoints
         assert (second.prefix_documents, second.fallback) == (mark, False)
 
@@ -158,7 +156,7 @@ class TestOrders:
             assert (ordering.breakpoints, ordering.cached_tokens) == ((), 0)
             assert ordering.cost is not None and ordering.cost.share == 1
 
-    def test_of_intervals_no_marks_are_needed(self) -> None:
+    def test_caches_with_intervals_need_no_marks(self) -> None:
         orderer, builder, _ = make("openai", "gpt-5.4")
         serve(orderer, DOCUMENTS)
         second = orderer.order(DOCUMENTS[::-1])
@@ -179,7 +177,7 @@ class TestOrders:
         assert sorted(served) == list(range(12))
         assert orderer.fallbacks == 0
 
-    def test_no_documents_are_a_request(self) -> None:
+    def test_a_request_without_documents_is_served(self) -> None:
         orderer, builder, _ = make()
         ordering = serve(orderer, [])
         assert ordering.documents == [] and set(ordering.breakpoints) <= {0}
@@ -241,7 +239,7 @@ READ_DETAILS = {"cached_tokens": 600, "cache_write_tokens": 300}
 
 
 class TestReports:
-    def test_what_was_found_and_written_is_what_it_cost(self) -> None:
+    def test_cost_follows_from_the_tokens_found_and_written(self) -> None:
         orderer, _, _ = make()
         ordering = orderer.order(DOCUMENTS)
         assert ordering.cost is not None and not ordering.cost.reported
@@ -254,7 +252,7 @@ class TestReports:
         assert cost.money == pytest.approx(3960 * 5 / 1e6)
         assert cost.saved_money == pytest.approx(40 * 5 / 1e6)
 
-    def test_an_outcome_is_four_numbers_as_everywhere_and_has_the_cost_beside_them(self) -> None:
+    def test_an_outcome_has_four_numbers_and_the_cost(self) -> None:
         orderer, _, _ = make()
         ordering = orderer.order(DOCUMENTS)
         outcomes: list[RequestOutcome] = []
@@ -263,7 +261,7 @@ class TestReports:
         assert outcomes == [(True, 600, None, 4000)]
         assert outcomes[0].cost is not None and outcomes[0].cost == ordering.cost
 
-    def test_a_second_report_is_none(self) -> None:
+    def test_a_second_report_is_ignored(self) -> None:
         orderer, _, _ = make()
         ordering = orderer.order(DOCUMENTS)
         ordering.confirm(0, prompt_tokens=4000, written_tokens=0)
@@ -343,7 +341,7 @@ class TestPrices:
         with pytest.raises(OSError, match="absent"):
             Prices.load(tmp_path / "absent.toml")
 
-    def test_every_priced_model_has_rules_but_for_none(self) -> None:
+    def test_every_priced_model_has_rules(self) -> None:
         for model in Prices.load(Path(tables.__file__).with_name("prices.toml")).per_million:
             provider = {"c": "anthropic", "g": "openai", "d": "deepseek"}[model[0]]
             assert cache_rules(provider, model).name

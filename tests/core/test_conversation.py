@@ -123,12 +123,12 @@ class TestMessages:
         chat.messages = [chat.messages[0], *chat.messages[3:]]
         assert (chat.turn(A).new, chat.turn(B).new) == ([A], [])
 
-    def test_what_an_answer_quotes_does_not_stand_there(self) -> None:
+    def test_a_document_that_an_answer_quotes_is_sent(self) -> None:
         chat = Chat()
         chat.ask(answer=f"[a]\n{A.text}\n\n")
         assert chat.turn(A).new == [A]
 
-    def test_without_a_header_an_end_of_another_document_is_none(self) -> None:
+    def test_without_a_header_the_end_of_another_document_is_no_document(self) -> None:
         chat = Chat(PromptBuilder(SYSTEM, document_template="{text}\n\n"))
         chat.ask(Document("a", "On Sundays:\nNever closed.\nClosed."))
         closed = Document("b", "Closed.")
@@ -209,13 +209,6 @@ class TestMessages:
 
 
 class TestPredictions:
-    def test_a_conversation_is_predicted_to_the_token(self) -> None:
-        server, told = ToldServer(None, 1), Told()
-        for _ in range(8):
-            told = server.ask(told, server.pick())
-        assert server.predicted == server.reported
-        assert server.reported[-1] > 7 * 3 * 10
-
     def test_many_conversations_with_regenerations_branches_and_failures_are_predicted_to_the_token(self) -> None:
         server = ToldServer(None, 2)
         chats = [[Told()] for _ in range(6)]
@@ -233,6 +226,7 @@ class TestPredictions:
             if told is not turns[-1]:
                 turns.append(told)
         assert server.predicted == server.reported
+        assert max(server.reported) > 7 * 3 * 10
 
     def test_the_same_turn_again_is_found_up_to_its_last_token(self) -> None:
         server = ToldServer(None, 3)
@@ -354,10 +348,10 @@ class TestPredictions:
             told = server.ask(told, server.pick())
         assert server.predicted == server.reported
         assert plain is not None
-        behind = plain.predict_cached_tokens([], history=History(told.segments))[0]
-        assert behind == observed.predict_cached_tokens([], history=History(told.segments))[0] > 0
+        found = [each.predict_cached_tokens([], history=History(told.segments))[0] for each in (plain, observed)]
+        assert found[0] == found[1] > 0
 
-    def test_a_fused_engine_follows_none_and_says_so(self) -> None:
+    def test_a_fused_engine_follows_no_conversation_and_says_so(self) -> None:
         orderer = strict(reuse="fused")
         orderer.order([A], history=History([], question=Segment("q", 5))).confirm()
         with pytest.warns(UserWarning, match="does not follow conversations"):

@@ -116,11 +116,7 @@ class TestTheOrderer:
         orderer = Orderer(strict=True)
         ordering = orderer.order(DOCUMENTS[:3])
         entered, leave = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            orderer._lock.run(lambda: (entered.set(), leave.wait(PATIENCE_S)))
-
-        holder = threading.Thread(target=hold)
+        holder = threading.Thread(target=lambda: orderer._lock.run(lambda: (entered.set(), leave.wait(PATIENCE_S))))
         holder.start()
         entered.wait()
         ends(ordering.discard)
@@ -294,7 +290,7 @@ class TestStreams:
 
 
 def test_a_collection_is_seen_while_it_runs(python: Any) -> None:
-    """In a process of its own: while a thread that another test left behind collects, `gc.collect` does nothing."""
+    """In a process of its own: while a thread of another test collects, `gc.collect` does nothing."""
     done = python("-c", COLLECTED)
     assert (done.returncode, done.stdout.split()) == (0, ["True", "False", "False"]), done.stderr
 
@@ -353,11 +349,10 @@ def test_what_is_given_back_by_counting_alone_is_finished_at_once() -> None:
     ordering.add_done_callback(told.append)
 
     class Plain:
-        def __init__(self, kept: Ordering[Document]) -> None:
-            self.kept = kept
+        kept = ordering
 
         def __del__(self) -> None:
             self.kept.confirm()
 
-    Plain(ordering)
+    Plain()
     assert told == [RequestOutcome(True)]

@@ -79,8 +79,8 @@ def test_completes_to_the_allowed_order_that_follows_the_preferred_one_most_clos
     """At each place stands the most preferred document that may stand there."""
     orders = allowed_orders(guards, groups)
     begun = data.draw(st.sampled_from(orders))[: data.draw(st.integers(0, len(groups)))]
-    behind = data.draw(st.permutations([rank for rank in range(len(groups)) if rank not in begun]))
-    preferred = [*begun, *behind]
+    rest = data.draw(st.permutations([rank for rank in range(len(groups)) if rank not in begun]))
+    preferred = [*begun, *rest]
     completed = guards.for_request(len(groups), groups).complete(begun, preferred)
     closest = min((order for order in orders if order[: len(begun)] == begun), key=lambda o: [*map(preferred.index, o)])
     assert tuple(completed) == closest
@@ -117,14 +117,10 @@ def test_the_default_guards_nothing() -> None:
     [
         (Guards(keep_first=2), [0, 1, 5, 4, 3, 2]),
         (Guards(keep_last=2), [5, 4, 3, 2, 1, 0]),
-        (Guards(keep_first=9), [0, 1, 2, 3, 4, 5]),
         (Guards(keep_last=9), [5, 4, 3, 2, 1, 0]),
-        (Guards(max_displacement=0), [0, 1, 2, 3, 4, 5]),
-        (Guards(max_displacement=1), [1, 0, 3, 2, 5, 4]),
         (Guards(max_displacement=2), [2, 3, 0, 1, 5, 4]),
         (Guards(keep_groups=True), [2, 4, 0, 1, 3, 5]),
         (Guards(keep_first=1, max_displacement=1), [0, 2, 1, 4, 3, 5]),
-        (Guards(max_gain_lost=0), [0, 1, 2, 3, 4, 5]),
         # The reverse order after the best document costs 6.2 %, the worst document before all others 21.3 %.
         (Guards(max_gain_lost=0.1), [0, 5, 4, 3, 2, 1]),
         (Guards(max_gain_lost=0.2129), [5, 0, 1, 2, 3, 4]),

@@ -234,13 +234,15 @@ class TestTokens:
         fresh = PromptBuilder(SYSTEM, tokenizer=tokenizer, document_template="{id}{text}")
         assert spans_of(fresh.build(query, shuffled)) == alone
 
+    @pytest.mark.parametrize("aligned", [False, True])
     @each_tokenizer
-    @given(query=texts, documents=documents)
-    def test_spans_cover_the_documents_and_the_lengths_add_up(
-        self, tokenizer: Any, query: str, documents: list[Document]
+    @given(query=texts, documents=documents, align_to=st.integers(1, 40))
+    def test_spans_cover_the_documents_where_asked_aligned_and_the_lengths_add_up(
+        self, tokenizer: Any, aligned: bool, query: str, documents: list[Document], align_to: int
     ) -> None:
-        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer)
+        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, align_to=align_to if aligned else None)
         prompt = builder.build(query, documents)
+        assert not aligned or all(span.start % align_to == 0 for span in prompt.spans)
         assert prompt.token_ids is not None
         lengths = [builder.document_tokens(document) for document in documents]
         borders = [*accumulate(lengths, initial=builder.prefix_tokens)]
@@ -358,7 +360,7 @@ class TestControlTokens:
         control=st.sets(st.text("ab< ", min_size=1, max_size=3).filter(lambda t: t == t.strip()), max_size=3),
         text=st.text("ab< \n\ud800", max_size=8),
     )
-    def test_whatever_they_are_they_are_broken_and_the_rest_stays(self, control: set[str], text: str) -> None:
+    def test_any_special_tokens_are_broken_and_the_rest_stays(self, control: set[str], text: str) -> None:
         escape = special_token_escaper(control)
         broken = escape(text)
         assert [token for token in control if token.strip() and token in broken] == []
@@ -379,27 +381,14 @@ class TestControlTokens:
         assert repair_unicode(repair_unicode(text)) == repair_unicode(text)
 
 
-class TestAlignment:
-    @each_tokenizer
-    @given(query=texts, documents=documents, align_to=st.integers(1, 40))
-    def test_holds_for_any_texts_and_the_lengths_add_up(
-        self, tokenizer: Any, query: str, documents: list[Document], align_to: int
-    ) -> None:
-        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, align_to=align_to)
-        prompt = builder.build(query, documents)
-        assert all(span.start % align_to == 0 for span in prompt.spans)
-        assert prompt.token_ids is not None
-        lengths = [builder.document_tokens(document) for document in documents]
-        assert len(prompt.token_ids) == builder.prefix_tokens + sum(lengths) + builder.suffix_tokens(query)
-
-    def test_only_newlines_are_added(self, tokenizer: Any) -> None:
-        aligned = PromptBuilder(SYSTEM, tokenizer=tokenizer, align_to=32).build(QUERY, DOCUMENTS)
-        plain = PromptBuilder(SYSTEM, tokenizer=tokenizer).build(QUERY, DOCUMENTS)
-        for padded, bare in zip(spans_of(aligned), spans_of(plain), strict=True):
-            assert padded[: len(bare)] == bare
-            assert set(tokenizer.decode(padded[len(bare) :])) <= {"\n"}
-            assert len(padded) - len(bare) < 32
-        assert tokenizer.decode(aligned.token_ids, clean_up_tokenization_spaces=False) == aligned.text
+def test_alignment_adds_only_newlines(tokenizer: Any) -> None:
+    aligned = PromptBuilder(SYSTEM, tokenizer=tokenizer, align_to=32).build(QUERY, DOCUMENTS)
+    plain = PromptBuilder(SYSTEM, tokenizer=tokenizer).build(QUERY, DOCUMENTS)
+    for padded, bare in zip(spans_of(aligned), spans_of(plain), strict=True):
+        assert padded[: len(bare)] == bare
+        assert set(tokenizer.decode(padded[len(bare) :])) <= {"\n"}
+        assert len(padded) - len(bare) < 32
+    assert tokenizer.decode(aligned.token_ids, clean_up_tokenization_spaces=False) == aligned.text
 
 
 class Counting:

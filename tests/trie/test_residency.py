@@ -163,15 +163,6 @@ class BoundedContract(ResidencyContract):
             gone += [document for document in "abc" if document not in paths(residency.tree) and document not in gone]
         assert gone == ["b", "c", "a"]
 
-    def test_the_oldest_request_in_flight_counts_as_served_when_its_room_is_needed(self) -> None:
-        residency = self.make(prompt_blocks(60) + 4)
-        oldest, newest = start(residency, "ab"), start(residency, "xy")
-        assert (oldest.open, newest.open) == (False, True)
-        assert residency.pool.used_blocks <= residency.pool.capacity_blocks
-        residency.release(oldest)
-        residency.cancel(oldest)
-        check_invariants(residency, [(newest, newest.path)])
-
     def test_an_answer_takes_the_room_that_it_is_reported_with(self) -> None:
         residency = self.make(2 * prompt_blocks(30))
         serve(residency, "a")
@@ -184,7 +175,7 @@ class BoundedContract(ResidencyContract):
         assert residency.pool.evicted_blocks > 0
         assert residency.pool.used_blocks == recomputed_blocks(residency) <= residency.pool.capacity_blocks
 
-    def test_a_request_that_ended_for_its_room_takes_none_for_its_answer(self) -> None:
+    def test_the_oldest_request_in_flight_ends_when_its_room_is_needed_and_takes_none_for_its_answer(self) -> None:
         residency = self.make(2 * prompt_blocks(60, SUFFIX - 32))
         oldest = start(residency, "ab", suffix_tokens=SUFFIX - 32)
         newest = start(residency, "wxyz", suffix_tokens=SUFFIX - 32)
@@ -192,7 +183,9 @@ class BoundedContract(ResidencyContract):
         assert residency.pool.used_blocks == recomputed_blocks(residency) <= residency.pool.capacity_blocks
         before = residency.pool.used_blocks
         residency.release(oldest, total_tokens=10_000)
+        residency.cancel(oldest)
         assert residency.pool.used_blocks == before
+        check_invariants(residency, [(newest, newest.path)])
 
     def test_of_a_request_whose_answer_exceeds_the_cache_the_head_stays(self) -> None:
         residency = self.make(20)
