@@ -239,6 +239,7 @@ class Chunks:
 class TestStreams:
     @staticmethod
     def client(orderer: Any) -> Any:
+        pytest.importorskip("openai")
         from ragorder.adapters.openai import OrderedClient
 
         completions = SimpleNamespace(create=lambda **_: Chunks())
@@ -246,7 +247,6 @@ class TestStreams:
         return OrderedClient(fake, model="m", orderer=orderer, builder=PromptBuilder("S"))
 
     def test_an_abandoned_stream_within_an_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        pytest.importorskip("openai")
         orderer = Orderer(strict=True)
         client = self.client(orderer)
         orderer.order(DOCUMENTS[:3]).confirm()
@@ -259,7 +259,6 @@ class TestStreams:
         assert sum(found) and not ordering._lease.open
 
     def test_an_abandoned_stream_is_closed_where_no_lock_of_its_pool_is_held(self) -> None:
-        pytest.importorskip("openai")
         orderer = Orderer(strict=True)
         session = Request(self.client(orderer).stream("q", DOCUMENTS[3:6]))
         next(session.kept)
@@ -277,7 +276,6 @@ class TestStreams:
 
     def test_an_abandoned_batch_does_not_wait_for_its_threads(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """They may wait for the very order that the collector interrupted."""
-        pytest.importorskip("openai")
         orderer = Orderer(strict=True)
         orderer.order(DOCUMENTS[:3]).confirm()
         questions = [(str(number), DOCUMENTS[number : number + 5]) for number in range(40)]

@@ -131,15 +131,10 @@ class Live:
         self.in_flight.append((ordering, handle, reported))
         return ordering.cached_tokens, reported
 
-    def end(self) -> None:
+    def end(self, *, served: bool = True) -> None:
         ordering, handle, reported = self.in_flight.popleft()
         self.engine.sim.finish(handle)
-        ordering.confirm(reported, self.total_tokens)
-
-    def discard(self) -> None:
-        ordering, handle, _ = self.in_flight.popleft()
-        self.engine.sim.finish(handle)
-        ordering.discard()
+        ordering.confirm(reported, self.total_tokens) if served else ordering.discard()
 
     def serve(self, numbers: Sequence[int], **options: Any) -> tuple[int, int]:
         both = self.begin(numbers, **options)
@@ -156,7 +151,7 @@ class Live:
         elif step in ("tell", "clear"):
             getattr(self.engine, step)()
         elif self.in_flight:
-            getattr(self, step)()
+            self.end(served=step == "end")
 
     def settle(self) -> None:
         """Everything is answered, and everything told."""
@@ -222,13 +217,9 @@ def make_workers(count: int, lengths: Sequence[int], capacity_blocks: int, **opt
 
 REQUESTS = st.lists(st.integers(0, DOCUMENTS - 1), min_size=1, max_size=5, unique=True)
 STEP = st.one_of(
-    st.tuples(st.just("serve"), REQUESTS),
-    st.tuples(st.just("begin"), REQUESTS),
-    st.tuples(st.just("end"), st.none()),
-    st.tuples(st.just("tell"), st.none()),
+    *(st.tuples(st.just(step), REQUESTS) for step in ("serve", "begin")),
+    *(st.tuples(st.just(step), st.none()) for step in ("end", "tell", "discard", "clear")),
     st.tuples(st.just("foreign"), st.integers(1, 120)),
-    st.tuples(st.just("discard"), st.none()),
-    st.tuples(st.just("clear"), st.none()),
 )
 STEPS = st.lists(STEP, max_size=60)
 LENGTHS = st.lists(st.integers(0, 30), min_size=DOCUMENTS, max_size=DOCUMENTS)
