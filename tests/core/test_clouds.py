@@ -405,16 +405,14 @@ class TestPrompts:
         marks = [part[name] for part in body["messages"][0]["content"] if name in part]
         assert marks and all(mark == {"type": kind, "ttl": "1h"} for mark in marks)
 
-    def test_plain_orders_have_parts_without_marks(self) -> None:
+    def test_plain_orders_have_parts_without_marks_and_a_system_prompt_if_given(self) -> None:
         prompt = PromptBuilder(SYSTEM).build("?", DOCUMENTS)
         assert "cache_control" not in repr(prompt.anthropic())
         assert set(prompt.openai()) == {"messages"}
         assert len(prompt.bedrock()["messages"][0]["content"]) == 6
-
-    def test_without_a_system_prompt_there_is_none(self) -> None:
-        prompt = PromptBuilder("").build("?", DOCUMENTS)
-        assert set(prompt.anthropic()) == set(prompt.bedrock()) == {"messages"}
-        assert len(prompt.openai()["messages"]) == 1
+        alone = PromptBuilder("").build("?", DOCUMENTS)
+        assert set(alone.anthropic()) == set(alone.bedrock()) == {"messages"}
+        assert len(alone.openai()["messages"]) == 1
 
     def test_empty_texts_which_apis_refuse_are_left_out(self) -> None:
         texts = ["one", "", "two", " \n", "three"]

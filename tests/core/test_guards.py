@@ -117,10 +117,13 @@ def test_the_default_guards_nothing() -> None:
     [
         (Guards(keep_first=2), [0, 1, 5, 4, 3, 2]),
         (Guards(keep_last=2), [5, 4, 3, 2, 1, 0]),
+        (Guards(keep_first=9), [0, 1, 2, 3, 4, 5]),
         (Guards(keep_last=9), [5, 4, 3, 2, 1, 0]),
+        (Guards(max_displacement=0), [0, 1, 2, 3, 4, 5]),
         (Guards(max_displacement=2), [2, 3, 0, 1, 5, 4]),
         (Guards(keep_groups=True), [2, 4, 0, 1, 3, 5]),
         (Guards(keep_first=1, max_displacement=1), [0, 2, 1, 4, 3, 5]),
+        (Guards(max_gain_lost=0), [0, 1, 2, 3, 4, 5]),
         # The reverse order after the best document costs 6.2 %, the worst document before all others 21.3 %.
         (Guards(max_gain_lost=0.1), [0, 5, 4, 3, 2, 1]),
         (Guards(max_gain_lost=0.2129), [5, 0, 1, 2, 3, 4]),

@@ -72,23 +72,17 @@ class TestSources:
     def test_every_field_is_described(self) -> None:
         assert [name for name, field in Settings.model_fields.items() if not field.description] == []
 
-    def test_every_field_is_a_keyword(self) -> None:
+    def test_every_field_is_a_keyword_and_is_read_from_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in FIELDS.items():
             assert getattr(Settings(**{name: value}), name) == value != getattr(Settings(), name)
-
-    def test_every_field_is_read_from_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name, value in FIELDS.items():
             with monkeypatch.context() as one:
                 one.setenv(f"RAGORDER_{name.upper()}", str(value))
                 assert getattr(Settings(), name) == value
 
-    def test_a_keyword_wins_over_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("RAGORDER_BLOCK_SIZE", "64")
-        assert Settings(block_size=8).block_size == 8
-
-    def test_unlimited_capacity_is_none_in_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_keyword_wins_over_the_environment_where_none_is_no_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RAGORDER_CAPACITY_TOKENS", "none")
         assert Settings().capacity_tokens is None
+        assert Settings(capacity_tokens=64).capacity_tokens == 64
 
 
 class TestValidation:

@@ -297,29 +297,27 @@ class TestJunctions:
         assert start(residency, "abx").cached_tokens == 0
 
 
+BARELY_LESS = SYSTEM + 3 * TOKENS - 50
+
+
 class TestReports:
     def make(self, *marks: int) -> tuple[MarksResidency, MarkedFeedback]:
         residency, _ = make(RULES, *marks)
         return residency, MarkedFeedback(residency)
 
-    def test_entries_that_are_not_found_are_gone_but_those_before_them(self) -> None:
-        residency, feedback = self.make(1, 2, 3)
+    @pytest.mark.parametrize(
+        ("marks", "set_again", "reported", "asked", "found"),
+        [((1, 2, 3), (), SYSTEM + TOKENS, "abx", 1), ((1, 3), (1, 3), 0, "abc", 3), ((3,), (), BARELY_LESS, "abc", 3)],
+        ids=["those before stay", "what was written again is there", "small differences are the provider's tokens"],
+    )
+    def test_entries_that_are_not_found_are_gone(
+        self, marks: tuple[int, ...], set_again: tuple[int, ...], reported: int, asked: str, found: int
+    ) -> None:
+        residency, feedback = self.make(*marks)
         serve(residency, "abc")
-        residency.choice.marks = ()  # type: ignore[attr-defined]
-        feedback.release(start(residency, "abc"), SYSTEM + TOKENS)
-        assert start(residency, "abx").cached_documents == 1
-
-    def test_what_the_request_has_written_again_is_there(self) -> None:
-        residency, feedback = self.make(1, 3)
-        serve(residency, "abc")
-        feedback.release(start(residency, "abc"), 0)
-        assert start(residency, "abc").cached_documents == 3
-
-    def test_small_differences_are_the_providers_own_tokens(self) -> None:
-        residency, feedback = self.make(3)
-        serve(residency, "abc")
-        feedback.release(start(residency, "abc"), SYSTEM + 3 * TOKENS - 50)
-        assert start(residency, "abc").cached_documents == 3
+        residency.choice.marks = set_again  # type: ignore[attr-defined]
+        feedback.release(start(residency, "abc"), reported)
+        assert start(residency, asked).cached_documents == found
 
     def test_a_prompt_that_is_counted_without_what_was_found_costs_what_was_found(self) -> None:
         residency, feedback = self.make(3)

@@ -187,6 +187,10 @@ class TestBest(SearchContract):
             assert tree.cached_tokens(node) == max(tree.cached_tokens(path) for path in paths)
             assert node.stamp == max(path.stamp for path in paths if held_tokens(tree, path) == best)
 
+    def test_among_equal_paths_takes_the_one_used_last(self) -> None:
+        for last, other in (("ab", "cd"), ("cd", "ab")):
+            assert "".join(find(self.search, tree_of(other, last), "dcba")) == last
+
     @pytest.mark.parametrize("budget", [1, 2, 7, 50])
     def test_looks_at_no_more_nodes_than_its_budget(self, budget: int) -> None:
         tree = tree_of(*["".join(order) for order in permutations("abcde")])
