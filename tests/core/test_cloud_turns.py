@@ -72,7 +72,7 @@ class TestTurns:
         assert chat.orderer.fallbacks == 0
 
     @PROVIDERS
-    def test_a_turn_with_more_parts_than_a_look_back_is_found_all_the_same(self, provider: str) -> None:
+    def test_a_turn_with_more_parts_than_a_look_back_is_found(self, provider: str) -> None:
         chat = Chat(provider)
         chat.ask("Which?", DOCUMENTS[:30])
         chat.now += 10
@@ -92,7 +92,7 @@ class TestTurns:
         assert {each.id for each in turn.ordering.documents} == {each.id for each in DOCUMENTS[:4]}
 
     @PROVIDERS
-    def test_another_answer_and_a_branch_resume_behind_the_same_history(self, provider: str) -> None:
+    def test_another_answer_and_a_branch_resume_after_the_same_history(self, provider: str) -> None:
         chat = Chat(provider)
         chat.ask("First?", DOCUMENTS[:3])
         history = chat.messages
@@ -122,7 +122,7 @@ class TestTurns:
         assert answer.cached_tokens > 0
         assert abs(turn.ordering.cached_tokens - answer.cached_tokens) <= 12 * TOLERANCE
 
-    def test_a_conversation_that_pauses_begins_anew(self) -> None:
+    def test_a_conversation_that_pauses_begins_again(self) -> None:
         chat = Chat("anthropic")
         chat.ask("First?", DOCUMENTS[:3])
         chat.now += 301
@@ -173,11 +173,11 @@ class TestTurns:
 
     def test_segments_of_ones_own_have_marks_too(self) -> None:
         orderer = Orderer.for_cloud("openai", model="gpt-5.6", builder=PromptBuilder(SYSTEM), strict=True)
-        ordering = orderer.order(DOCUMENTS[:2], history=History([Segment("hello", 900)], question=Segment("what", 20)))
+        history = History([Segment("hello", 900)], question=Segment("what", 20))
+        ordering = orderer.order(DOCUMENTS[:2], history=history)
         assert ordering.cloud is not None and ordering.cloud.turn_marks.question
         ordering.confirm()
-        again = orderer.order(DOCUMENTS[:2], history=History([Segment("hello", 900)], question=Segment("what", 20)))
-        assert again.cached_tokens > 900
+        assert orderer.order(DOCUMENTS[:2], history=history).cached_tokens > 900
         assert orderer.order(DOCUMENTS[:2], history=History([])).cached_tokens == 0
 
 
@@ -194,7 +194,7 @@ class TestBodies:
             messages = own.confirm(ANSWER)
         assert "cache" not in json.dumps(chat.messages), "marks are of one request, not of the history"
 
-    def test_plain_orders_have_none(self) -> None:
+    def test_plain_orders_have_no_marks(self) -> None:
         builder = PromptBuilder(SYSTEM)
         turn = builder.turn("Which?", DOCUMENTS[:2], orderer=Orderer())
         assert turn.openai() == {"messages": turn.messages}
@@ -243,7 +243,7 @@ class TestBodies:
             {"role": "system", "content": "another"},
         ],
     )
-    def test_what_has_another_form_there_is_said(self, message: dict[str, Any]) -> None:
+    def test_messages_that_anthropic_and_bedrock_lack_are_refused(self, message: dict[str, Any]) -> None:
         parts = TurnParts([message, {"role": "user", "content": "q"}], 0, TurnMarks())
         for form in (parts.anthropic, parts.bedrock):
             with pytest.raises(ValueError, match=r"messages\[0\]"):
@@ -282,7 +282,7 @@ def _texts(messages: list[dict[str, Any]]) -> list[str]:
     ("own", "ttl", "places"),
     [("5m", "1h", [0]), ("5m", "5m", [0, 1, 2]), ("1h", "5m", [1, 2]), ("1h", "1h", [0, 1, 2])],
 )
-def test_marks_of_an_hour_never_stand_behind_those_of_five_minutes(own: str, ttl: str, places: list[int]) -> None:
+def test_marks_of_an_hour_never_follow_those_of_five_minutes(own: str, ttl: str, places: list[int]) -> None:
     """Of ours none is set where one of the application's leaves no room for it."""
     control = {"type": "ephemeral", "ttl": own}
     messages: list[dict[str, Any]] = [
@@ -291,7 +291,7 @@ def test_marks_of_an_hour_never_stand_behind_those_of_five_minutes(own: str, ttl
         {"role": "assistant", "content": "b"},
         {"role": "user", "content": "c"},
     ]
-    # In front of the application's mark, behind it, and at the end.
+    # Before the application's mark, after it, and at the end.
     marks = TurnMarks(system=True, history=(HistoryMark(1, 1, 1),), question=True)
     body = TurnParts(messages, 1, marks, ttl).anthropic()
     contents = [body["system"], body["messages"][1]["content"], body["messages"][2]["content"]]

@@ -45,11 +45,8 @@ def make(
     provider: Any = "anthropic", model: str = "claude-opus-5", **options: Any
 ) -> tuple[Orderer, PromptBuilder, Clock]:
     builder, clock = PromptBuilder(SYSTEM), Clock()
-    return (
-        Orderer.for_cloud(provider, model=model, builder=builder, clock=clock, strict=True, **options),
-        builder,
-        clock,
-    )
+    given = {"model": model, "builder": builder, "clock": clock, "strict": True} | options
+    return Orderer.for_cloud(provider, **given), builder, clock
 
 
 def serve(orderer: Orderer, documents: Sequence[Document], **options: Any) -> Ordering[Document]:
@@ -102,7 +99,7 @@ class TestTables:
             (("openai", "gpt-5.4", "12h"), "'gpt-5.4' have one fixed TTL: leave ttl out"),
         ],
     )
-    def test_say_what_they_do_not_know(self, arguments: tuple[str, ...], said: str) -> None:
+    def test_unknown_models_and_lifetimes_are_named(self, arguments: tuple[str, ...], said: str) -> None:
         with pytest.raises(ValueError, match=said):
             cache_rules(*arguments)
 
@@ -112,12 +109,10 @@ class TestOrders:
         orderer, builder, _ = make()
         first = serve(orderer, DOCUMENTS)
         assert first.cached_tokens == 0 and 0 < len(first.breakpoints) <= 4
-        second = orderer.order(DOCUMENTS[::-1])
-        mark = first.breakpoints[-1]
-        assert [each.id for each in second.documents[:mark]] == [each.id for each in first.documents[:mark]]
-        assert second.cached_tokens == builder.prefix_tokens + sum(
-            builder.document_tokens(each) for each in first.documents[:mark]
-        )
+        second, mark = orderer.order(DOCUMENTS[::-1]), first.breakpoints[-1]
+        shared = first.documents[:mark]
+        assert second.documents[:mark] == shared
+        assert second.cached_tokens == builder.prefix_tokens + sum(map(builder.document_tokens, shared))
         assert mark in second.breakpoints
         assert (second.prefix_documents, second.fallback) == (mark, False)
 
@@ -161,7 +156,7 @@ class TestOrders:
             assert (ordering.breakpoints, ordering.cached_tokens) == ((), 0)
             assert ordering.cost is not None and ordering.cost.share == 1
 
-    def test_of_intervals_no_marks_are_needed(self) -> None:
+    def test_caches_with_intervals_need_no_marks(self) -> None:
         orderer, builder, _ = make("openai", "gpt-5.4")
         serve(orderer, DOCUMENTS)
         second = orderer.order(DOCUMENTS[::-1])
@@ -176,15 +171,13 @@ class TestOrders:
         served = []
         for ordering in orderer.order_batch(requests):
             served.append(ordering.index)
-            assert sorted(each.id for each in ordering.documents) == sorted(
-                each.id for each in requests[ordering.index]
-            )
+            assert sorted(map(id, ordering.documents)) == sorted(map(id, requests[ordering.index]))
             ordering.readable()
             ordering.confirm()
         assert sorted(served) == list(range(12))
         assert orderer.fallbacks == 0
 
-    def test_no_documents_are_a_request(self) -> None:
+    def test_a_request_without_documents_is_served(self) -> None:
         orderer, builder, _ = make()
         ordering = serve(orderer, [])
         assert ordering.documents == [] and set(ordering.breakpoints) <= {0}
@@ -208,7 +201,7 @@ class TestOrders:
         serve(orderer, DOCUMENTS)
         assert orderer.order(DOCUMENTS[::-1]).documents[0].id == "ants"
 
-    def test_clones_and_copies_start_anew(self) -> None:
+    def test_clones_and_copies_start_cold(self) -> None:
         orderer = Orderer.for_cloud("anthropic", model="claude-opus-5")
         serve(orderer, DOCUMENTS)
         for other in (orderer.clone(moves="prefix"), copy.deepcopy(orderer), pickle.loads(pickle.dumps(orderer))):  # noqa: S301
@@ -240,8 +233,13 @@ class TestOrders:
         assert (ordering.breakpoints, ordering.cost, ordering.cloud) == ((), None, None)
 
 
+# Cached, written and prompt tokens.
+READ = (600, 300, 1000)
+READ_DETAILS = {"cached_tokens": 600, "cache_write_tokens": 300}
+
+
 class TestReports:
-    def test_what_was_found_and_written_is_what_it_cost(self) -> None:
+    def test_cost_follows_from_the_tokens_found_and_written(self) -> None:
         orderer, _, _ = make()
         ordering = orderer.order(DOCUMENTS)
         assert ordering.cost is not None and not ordering.cost.reported
@@ -254,7 +252,7 @@ class TestReports:
         assert cost.money == pytest.approx(3960 * 5 / 1e6)
         assert cost.saved_money == pytest.approx(40 * 5 / 1e6)
 
-    def test_an_outcome_is_four_numbers_as_everywhere_and_has_the_cost_beside_them(self) -> None:
+    def test_an_outcome_has_four_numbers_and_the_cost(self) -> None:
         orderer, _, _ = make()
         ordering = orderer.order(DOCUMENTS)
         outcomes: list[RequestOutcome] = []
@@ -263,7 +261,7 @@ class TestReports:
         assert outcomes == [(True, 600, None, 4000)]
         assert outcomes[0].cost is not None and outcomes[0].cost == ordering.cost
 
-    def test_a_second_report_is_none(self) -> None:
+    def test_a_second_report_is_ignored(self) -> None:
         orderer, _, _ = make()
         ordering = orderer.order(DOCUMENTS)
         ordering.confirm(0, prompt_tokens=4000, written_tokens=0)
@@ -282,19 +280,10 @@ class TestReports:
     @pytest.mark.parametrize(
         ("usage", "read"),
         [
-            (
-                {"input_tokens": 100, "cache_read_input_tokens": 600, "cache_creation_input_tokens": 300},
-                (600, 300, 1000),
-            ),
-            ({"inputTokens": 100, "cacheReadInputTokens": 600, "cacheWriteInputTokens": 300}, (600, 300, 1000)),
-            (
-                {"prompt_tokens": 1000, "prompt_tokens_details": {"cached_tokens": 600, "cache_write_tokens": 300}},
-                (600, 300, 1000),
-            ),
-            (
-                {"input_tokens": 1000, "input_tokens_details": {"cached_tokens": 600, "cache_write_tokens": 300}},
-                (600, 300, 1000),
-            ),
+            ({"input_tokens": 100, "cache_read_input_tokens": 600, "cache_creation_input_tokens": 300}, READ),
+            ({"inputTokens": 100, "cacheReadInputTokens": 600, "cacheWriteInputTokens": 300}, READ),
+            ({"prompt_tokens": 1000, "prompt_tokens_details": READ_DETAILS}, READ),
+            ({"input_tokens": 1000, "input_tokens_details": READ_DETAILS}, READ),
             ({"prompt_cache_hit_tokens": 600, "prompt_tokens": 1000}, (600, None, 1000)),
             ({"input_tokens": 100, "cache_read_input_tokens": 0}, (0, None, 100)),
             ({"prompt_tokens": 500, "prompt_tokens_details": {"cached_tokens": 600}}, (None, None, 500)),
@@ -321,21 +310,16 @@ class TestPrices:
         file = tmp_path / "prices.toml"
         file.write_text('date = "2027-01-01"\ncurrency = "EUR"\n[per_million]\n"claude-opus-5" = 2\n', "utf-8")
         for options in ({"prices": file}, {"prices": Prices.load(file)}):
-            ordering = make(**options)[0].order(DOCUMENTS)
-            assert ordering.cost is not None
-            assert (ordering.cost.price, ordering.cost.currency, ordering.cost.prices_date) == (
-                2.0,
-                "EUR",
-                "2027-01-01",
-            )
+            cost = make(**options)[0].order(DOCUMENTS).cost
+            assert cost is not None
+            assert (cost.price, cost.currency, cost.prices_date) == (2.0, "EUR", "2027-01-01")
         monkeypatch.setenv("RAGORDER_PRICES", str(file))
         assert Prices.load().of("claude-opus-5-20270101") == 2.0
         assert Prices.load().of("claude-opus-5-5") is None
 
     def test_a_model_without_one_costs_tokens_alone(self) -> None:
-        ordering = Orderer.for_cloud(rules=CacheRules("mine"), model="mine-1").order(DOCUMENTS)
-        assert ordering.cost is not None
-        assert (ordering.cost.price, ordering.cost.money, ordering.cost.saved_money) == (None, None, None)
+        cost = Orderer.for_cloud(rules=CacheRules("mine"), model="mine-1").order(DOCUMENTS).cost
+        assert cost is not None and (cost.price, cost.money, cost.saved_money) == (None, None, None)
 
     @pytest.mark.parametrize(
         ("text", "problem"),
@@ -357,10 +341,13 @@ class TestPrices:
         with pytest.raises(OSError, match="absent"):
             Prices.load(tmp_path / "absent.toml")
 
-    def test_every_priced_model_has_rules_but_for_none(self) -> None:
+    def test_every_priced_model_has_rules(self) -> None:
         for model in Prices.load(Path(tables.__file__).with_name("prices.toml")).per_million:
             provider = {"c": "anthropic", "g": "openai", "d": "deepseek"}[model[0]]
             assert cache_rules(provider, model).name
+
+
+PIECES = ["<", "|", "<|", "|>", "im_", "end", "<|im_", "_end|>", "a", " "]
 
 
 class TestPrompts:
@@ -386,9 +373,8 @@ class TestPrompts:
         body = builder.build("Who hunts?", ordering).openai()
         assert body["prompt_cache_options"] == {"mode": "explicit", "ttl": "30m"}
         assert [message["role"] for message in body["messages"]] == ["system", "user"]
-        marked = [
-            place for place, part in enumerate(body["messages"][1]["content"], 1) if "prompt_cache_breakpoint" in part
-        ]
+        parts = body["messages"][1]["content"]
+        marked = [place for place, part in enumerate(parts, 1) if "prompt_cache_breakpoint" in part]
         assert marked == [mark for mark in ordering.breakpoints if mark]
 
     @pytest.mark.parametrize(("provider", "model"), [("openai", "gpt-5.4"), ("deepseek", "deepseek-chat")])
@@ -407,29 +393,26 @@ class TestPrompts:
         parts = [*body["system"], *body["messages"][0]["content"]]
         assert sum("cachePoint" in part for part in parts) == len(ordering.breakpoints)
         assert all(part["cachePoint"] == {"type": "default"} for part in parts if "cachePoint" in part)
-        orderer, builder, _ = make("bedrock", "claude-opus-5", ttl="1h")
-        for _ in range(4):
-            body = builder.build("?", serve(orderer, DOCUMENTS)).bedrock()
-        points = [part["cachePoint"] for part in body["messages"][0]["content"] if "cachePoint" in part]
-        assert points and all(point == {"type": "default", "ttl": "1h"} for point in points)
 
-    def test_the_lifetime_is_that_of_the_rules(self) -> None:
-        orderer, builder, _ = make(ttl="1h")
+    @pytest.mark.parametrize(
+        ("provider", "name", "kind"),
+        [("anthropic", "cache_control", "ephemeral"), ("bedrock", "cachePoint", "default")],
+    )
+    def test_the_lifetime_is_that_of_the_rules(self, provider: str, name: str, kind: str) -> None:
+        orderer, builder, _ = make(provider, ttl="1h")
         for _ in range(4):
-            body = builder.build("?", serve(orderer, DOCUMENTS)).anthropic()
-        controls = [part["cache_control"] for part in body["messages"][0]["content"] if "cache_control" in part]
-        assert controls and all(control == {"type": "ephemeral", "ttl": "1h"} for control in controls)
+            body = getattr(builder.build("?", serve(orderer, DOCUMENTS)), provider)()
+        marks = [part[name] for part in body["messages"][0]["content"] if name in part]
+        assert marks and all(mark == {"type": kind, "ttl": "1h"} for mark in marks)
 
-    def test_plain_orders_have_parts_without_marks(self) -> None:
+    def test_plain_orders_have_parts_without_marks_and_a_system_prompt_if_given(self) -> None:
         prompt = PromptBuilder(SYSTEM).build("?", DOCUMENTS)
         assert "cache_control" not in repr(prompt.anthropic())
         assert set(prompt.openai()) == {"messages"}
         assert len(prompt.bedrock()["messages"][0]["content"]) == 6
-
-    def test_without_a_system_prompt_there_is_none(self) -> None:
-        prompt = PromptBuilder("").build("?", DOCUMENTS)
-        assert set(prompt.anthropic()) == set(prompt.bedrock()) == {"messages"}
-        assert len(prompt.openai()["messages"]) == 1
+        alone = PromptBuilder("").build("?", DOCUMENTS)
+        assert set(alone.anthropic()) == set(alone.bedrock()) == {"messages"}
+        assert len(alone.openai()["messages"]) == 1
 
     def test_empty_texts_which_apis_refuse_are_left_out(self) -> None:
         texts = ["one", "", "two", " \n", "three"]
@@ -447,11 +430,7 @@ class TestPrompts:
         assert again.anthropic() == prompt.anthropic()
 
     @settings(max_examples=examples(100))
-    @given(
-        st.lists(
-            st.lists(st.sampled_from(["<", "|", "<|", "|>", "im_", "end", "<|im_", "_end|>", "a", " "])), max_size=5
-        )
-    )
+    @given(st.lists(st.lists(st.sampled_from(PIECES)), max_size=5))
     def test_documents_never_form_a_special_token_between_them(self, pieces: list[list[str]]) -> None:
         builder = PromptBuilder("", document_template="{text}", question_template="{query}")
         documents = [Document(str(number), "".join(text)) for number, text in enumerate(pieces)]
@@ -459,7 +438,7 @@ class TestPrompts:
         joined = "".join(part["text"] for part in content)
         assert special_token_escaper()(joined) == joined
 
-    def test_a_part_never_depends_on_those_behind_it(self) -> None:
+    def test_a_part_never_depends_on_those_after_it(self) -> None:
         def texts(*documents: str) -> list[str]:
             return PromptParts("", documents, "?", escape=special_token_escaper()).texts()
 

@@ -127,9 +127,9 @@ class Load:
             in_flight = [lease for holder, lease in pool.in_flight if holder is mirror and lease.open]
             assert scope.tree.root.leases == len(in_flight)
             held = sum(node.blocks - node.missing for node in nodes)
-            behind = sum(use.suffix_blocks for use in pool.log if use.holder is mirror)
-            behind += sum(lease.suffix_blocks + lease.partial_blocks for lease in in_flight)
-            assert mirror.used_blocks == held + behind <= pool.capacity_blocks
+            held += sum(use.suffix_blocks for use in pool.log if use.holder is mirror)
+            held += sum(lease.suffix_blocks + lease.partial_blocks for lease in in_flight)
+            assert mirror.used_blocks == held <= pool.capacity_blocks
         assert self.orderer.fallbacks == 0
 
 

@@ -105,7 +105,7 @@ class TestMessages:
         chat.ask(titled)
         assert chat.turn(titled).message["content"].startswith("See a (Alpha).\n")
 
-    def test_changed_text_under_the_same_id_is_sent_anew_and_so_is_the_former_one_later(self) -> None:
+    def test_changed_text_under_the_same_id_is_sent_and_so_is_the_former_one_later(self) -> None:
         chat = Chat()
         for version in (0, 1, 0):
             assert chat.ask(document("a", version)).repeated == []
@@ -116,19 +116,19 @@ class TestMessages:
         chat.ask(Document("a", "One.\n\nTwo."))
         assert chat.ask(Document("a", "One.")).repeated == []
 
-    def test_a_document_in_a_message_that_is_not_sent_any_more_is_sent_anew(self) -> None:
+    def test_a_document_in_a_message_that_is_not_sent_any_more_is_sent_again(self) -> None:
         chat = Chat()
         chat.ask(A)
         chat.ask(B)
         chat.messages = [chat.messages[0], *chat.messages[3:]]
         assert (chat.turn(A).new, chat.turn(B).new) == ([A], [])
 
-    def test_what_an_answer_quotes_does_not_stand_there(self) -> None:
+    def test_a_document_that_an_answer_quotes_is_sent(self) -> None:
         chat = Chat()
         chat.ask(answer=f"[a]\n{A.text}\n\n")
         assert chat.turn(A).new == [A]
 
-    def test_without_a_header_an_end_of_another_document_is_none(self) -> None:
+    def test_without_a_header_the_end_of_another_document_is_no_document(self) -> None:
         chat = Chat(PromptBuilder(SYSTEM, document_template="{text}\n\n"))
         chat.ask(Document("a", "On Sundays:\nNever closed.\nClosed."))
         closed = Document("b", "Closed.")
@@ -186,43 +186,29 @@ class TestMessages:
         assert [message["content"].count(SYSTEM) for message in turn.messages] == [1, 0, 0]
 
     @pytest.mark.parametrize(
-        ("history", "error", "words"),
+        ("options", "error", "words"),
         [
-            (["hello"], TypeError, "history must hold messages"),
-            ([{"content": "no role"}], TypeError, "history must hold messages"),
-            ([{"role": "system", "content": "Other."}], ValueError, "another system prompt"),
-            ([{"role": "user", "content": {1, 2}}], TypeError, "JSON"),
+            ({"history": ["hello"]}, TypeError, "history must hold messages"),
+            ({"history": [{"content": "no role"}]}, TypeError, "history must hold messages"),
+            ({"history": [{"role": "system", "content": "Other."}]}, ValueError, "another system prompt"),
+            ({"history": [{"role": "user", "content": {1, 2}}]}, TypeError, "JSON"),
+            ({"repeat": "never"}, ValueError, "repeat must be"),
+            ({"reference": "above"}, ValueError, "must name the document"),
+            ({"reference": "{rank} {id}"}, ValueError, "reference"),
+            ({"tool_call_id": "1"}, ValueError, "follows its call"),
         ],
+        ids=str,
     )
-    def test_what_is_no_history_is_refused(self, history: Any, error: type[Exception], words: str) -> None:
+    def test_wrong_histories_and_options_are_refused(
+        self, options: dict[str, Any], error: type[Exception], words: str
+    ) -> None:
         orderer = strict()
         with pytest.raises(error, match=words):
-            PromptBuilder(SYSTEM).turn("Why?", [A], history=history, orderer=orderer)
+            PromptBuilder(SYSTEM).turn("Why?", [A], orderer=orderer, **options)
         assert orderer.tree_size == 0
-
-    @pytest.mark.parametrize(
-        ("options", "words"),
-        [
-            ({"repeat": "never"}, "repeat must be"),
-            ({"reference": "above"}, "must name the document"),
-            ({"reference": "{rank} {id}"}, "reference"),
-            ({"tool_call_id": "1"}, "follows its call"),
-        ],
-    )
-    def test_wrong_options_are_named(self, options: dict[str, Any], words: str) -> None:
-        with pytest.raises(ValueError, match=words):
-            PromptBuilder(SYSTEM).turn("Why?", [A], orderer=strict(), **options)
 
 
 class TestPredictions:
-    def test_a_conversation_is_predicted_to_the_token(self) -> None:
-        server = ToldServer(None, 1)
-        told = Told()
-        for _ in range(8):
-            told = server.ask(told, server.pick())
-        assert server.predicted == server.reported
-        assert server.reported[-1] > 7 * 3 * 10
-
     def test_many_conversations_with_regenerations_branches_and_failures_are_predicted_to_the_token(self) -> None:
         server = ToldServer(None, 2)
         chats = [[Told()] for _ in range(6)]
@@ -240,6 +226,7 @@ class TestPredictions:
             if told is not turns[-1]:
                 turns.append(told)
         assert server.predicted == server.reported
+        assert max(server.reported) > 7 * 3 * 10
 
     def test_the_same_turn_again_is_found_up_to_its_last_token(self) -> None:
         server = ToldServer(None, 3)
@@ -348,12 +335,9 @@ class TestPredictions:
         assert server.predicted == server.reported
 
     def test_other_tenants_histories_are_not_there(self) -> None:
-        orderer = strict()
-        orderer.order([A], scope="one", history=History([], question=Segment("q", 40)))
-        first = orderer.order([A], scope="one", history=History([], question=Segment("q", 40)))
-        assert first.cached_tokens > 0
-        other = orderer.order([A], scope="two", history=History([], question=Segment("q", 40)))
-        assert other.cached_tokens == 0
+        orderer, history = strict(), History([], question=Segment("q", 40))
+        found = [orderer.order([A], scope=scope, history=history).cached_tokens for scope in ("one", "one", "two")]
+        assert found[0] == found[2] == 0 < found[1]
 
     def test_an_observed_orderer_follows_both_orders(self) -> None:
         server = ToldServer(None, 9)
@@ -364,10 +348,10 @@ class TestPredictions:
             told = server.ask(told, server.pick())
         assert server.predicted == server.reported
         assert plain is not None
-        behind = plain.predict_cached_tokens([], history=History(told.segments))[0]
-        assert behind == observed.predict_cached_tokens([], history=History(told.segments))[0] > 0
+        found = [each.predict_cached_tokens([], history=History(told.segments))[0] for each in (plain, observed)]
+        assert found[0] == found[1] > 0
 
-    def test_a_fused_engine_follows_none_and_says_so(self) -> None:
+    def test_a_fused_engine_follows_no_conversation_and_says_so(self) -> None:
         orderer = strict(reuse="fused")
         orderer.order([A], history=History([], question=Segment("q", 5))).confirm()
         with pytest.warns(UserWarning, match="does not follow conversations"):
@@ -408,16 +392,16 @@ class TestBounds:
 
 class TestSegments:
     @pytest.mark.parametrize(
-        ("key", "tokens", "error"),
-        [(1, 1, TypeError), ("a", "1", TypeError), ("a", True, TypeError), ("a", -1, ValueError)],
+        ("make", "given", "error"),
+        [
+            *((Segment, given, TypeError) for given in [(1, 1), ("a", "1"), ("a", True)]),
+            (Segment, ("a", -1), ValueError),
+            (History, (["text"],), TypeError),
+        ],
     )
-    def test_what_is_none_is_refused(self, key: Any, tokens: Any, error: type[Exception]) -> None:
+    def test_other_values_are_refused(self, make: Any, given: tuple[Any, ...], error: type[Exception]) -> None:
         with pytest.raises(error, match="Segment"):
-            Segment(key, tokens)
-
-    def test_a_history_holds_nothing_else(self) -> None:
-        with pytest.raises(TypeError, match="Segment"):
-            History(["text"])  # type: ignore[list-item]
+            make(*given)
 
     @pytest.mark.parametrize("method", ["order", "preview", "predict_cached_tokens"])
     def test_segments_alone_are_no_history(self, method: str) -> None:
@@ -460,21 +444,17 @@ def test_a_lone_surrogate_ends_no_conversation(where: str, tokenizers: dict[str,
     first = Document(odd("id", "a"), odd("text", "some text"), metadata={"title": odd("title", "title")})
     other = Document("b\ud83d", "\ude00") if where == "halves of a pair" else Document("b", "another")
     call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": LONE}}
-    said = {
-        "role": "assistant",
-        "content": odd("answer", "yes"),
-        "tool_calls": [call] if where == "tool call" else None,
-    }
+    calls = [call] if where == "tool call" else None
+    said = {"role": "assistant", "content": odd("answer", "yes"), "tool_calls": calls}
     reference = odd("reference", "[{id}] is above.") + "\n"
     orderer = Orderer(strict=True, capacity_tokens=400)
     history: list[dict[str, Any]] = []
-    for rebase in (None, None, [first, other]):
-        asked = odd("question", "What?")
-        given = [first, other]
+    asked, given = odd("question", "What?"), [first, other]
+    for rebase in (None, None, given):
         turn = builder.turn(asked, given, history=history, orderer=orderer, rebase=rebase, reference=reference)
         assert LONE not in str(turn.message["content"]) and turn.message["content"].encode()
         history = turn.confirm(said)
         orderer.order([Document(str(number), "x" * 4_000) for number in range(4)]).confirm()
     assert builder.segments(history)
-    assert builder.build(odd("question", "What?"), [first, other]).token_ids
-    assert builder.count_tokens(first) and builder.suffix_tokens(odd("question", "What?"))
+    assert builder.build(asked, given).token_ids
+    assert builder.count_tokens(first) and builder.suffix_tokens(asked)

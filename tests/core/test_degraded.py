@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -54,9 +52,8 @@ class TestNoDocuments:
     )
     def test_documents_of_a_framework_are_sent_to_its_adapter(self, module: str, name: str, adapter: str) -> None:
         foreign: Any = type(name, (), {"__module__": module})
-        with pytest.raises(
-            TypeError, match=rf"got {module}\.{name} without 'key' and 'token_count'.*{adapter}"
-        ) as caught:
+        said = rf"got {module}\.{name} without 'key' and 'token_count'.*{adapter}"
+        with pytest.raises(TypeError, match=said) as caught:
             Orderer().order([foreign()])
         assert "Orderer(key=…, tokens=…)" in str(caught.value)
 
@@ -98,9 +95,9 @@ class TestWarned:
         assert len(orderer.degraded) == 1 and orderer.degraded[0] in repr(orderer)
         assert "SECRET" not in repr(orderer) + str(caught[0].message)
 
-    def test_it_is_shown_where_nothing_is_set_up(self) -> None:
+    def test_it_is_shown_where_nothing_is_set_up(self, python: Any) -> None:
         script = "from ragorder import *; o = Orderer(key=lambda d: 1 / 0); o.order([Document('SECRET', 'SECRET')])"
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        done = python("-c", script)
         assert "DegradedWarning: ordering failed with ZeroDivisionError" in done.stderr
         assert "SECRET" not in done.stderr.replace(script, "")
 
@@ -129,9 +126,8 @@ class TestRepr:
     def test_it_shows_capacity_block_size_and_residency(self, options: dict[str, Any], residency: str) -> None:
         shown = repr(Orderer(capacity_tokens=16_352, block_size=32, **options))
         assert shown == f"Orderer(capacity_tokens=16352, block_size=32, residency={residency})"
-
-    def test_no_bound_is_said_so(self) -> None:
-        assert "capacity_tokens=unlimited" in repr(ObservedOrderer(Orderer(capacity_tokens=None)))
+        unlimited = ObservedOrderer(Orderer(capacity_tokens=None, **options))
+        assert "capacity_tokens=unlimited" in repr(unlimited)
 
 
 def test_the_version_is_that_of_the_installed_package() -> None:

@@ -22,11 +22,6 @@ strings = st.text(st.characters(exclude_categories=()))
 
 
 class TestFields:
-    def test_an_id_is_enough(self) -> None:
-        document = Document("a")
-        assert (document.id, document.text, document.tokens, document.score) == ("a", "", None, None)
-        assert dict(document.metadata) == {}
-
     @pytest.mark.parametrize("metadata", [{"tags": ["a"]}, {"nested": {"b": {1, 2}}}, MappingProxyType({"x": [1]})])
     def test_metadata_may_hold_what_cannot_be_hashed(self, metadata: Any) -> None:
         document = Document("a", "text", metadata=metadata)
@@ -35,27 +30,25 @@ class TestFields:
 
 
 class TestValidation:
-    @pytest.mark.parametrize(("id", "kind"), [(1, "int"), (None, "NoneType"), (b"a", "bytes"), (["a"], "list")])
-    def test_an_id_that_is_not_a_string_is_refused_with_the_remedy(self, id: Any, kind: str) -> None:
-        with pytest.raises(TypeError, match=rf"Document\.id must be a string, got {kind}: pass str\(id\)"):
-            Document(id, "text")
-
-    @pytest.mark.parametrize(("text", "kind"), [(None, "NoneType"), (3, "int"), (b"x", "bytes")])
-    def test_a_text_that_is_no_string_is_refused(self, text: Any, kind: str) -> None:
-        with pytest.raises(TypeError, match=rf"Document\.text must be a string, got {kind}: pass text=''"):
-            Document("a", text)
-
-    @pytest.mark.parametrize(("tokens", "kind"), [(1.0, "float"), ("7", "str"), (True, "bool"), (math.nan, "float")])
-    def test_tokens_must_be_an_integer(self, tokens: Any, kind: str) -> None:
-        with pytest.raises(TypeError, match=rf"Document\.tokens must be an integer or None, got {kind}"):
-            Document("a", "text", tokens)
-
-    def test_tokens_must_not_be_negative(self) -> None:
-        with pytest.raises(ValueError, match=r"Document\.tokens must not be negative, got -1"):
-            Document("a", "text", -1)
-
-    def test_zero_tokens_are_allowed(self) -> None:
-        assert Document("a", "text", 0).token_count == 0
+    @pytest.mark.parametrize(
+        ("wrong", "error", "said"),
+        [
+            *(
+                ({"id": id}, TypeError, r"id must be a string, got \w+: pass str\(id\)")
+                for id in (1, None, b"a", ["a"])
+            ),
+            *(({"text": text}, TypeError, "text must be a string, got .*: pass text=''") for text in (None, 3, b"x")),
+            ({"tokens": 1.0}, TypeError, "tokens must be an integer or None, got float"),
+            *(({"tokens": each}, TypeError, "tokens must be an integer or None") for each in ("7", True, math.nan)),
+            ({"tokens": -1}, ValueError, "tokens must not be negative, got -1"),
+        ],
+        ids=str,
+    )
+    def test_a_wrong_field_is_refused_with_the_remedy(
+        self, wrong: dict[str, Any], error: type[Exception], said: str
+    ) -> None:
+        with pytest.raises(error, match=rf"Document\.{said}"):
+            Document(**{"id": "a", "text": "text"} | wrong)
 
 
 class TestFrozen:

@@ -184,9 +184,6 @@ class TestAScope:
         serve_by(orderer, skewed(), "skewed")
         assert serve_by(orderer, recurring(300), "recurring") == serve(recurring(300), capacity_tokens=None)
 
-    def test_does_the_same_again(self) -> None:
-        assert serve_by(make(), skewed(requests=300)) == serve(skewed(requests=300))
-
     def test_previews_what_it_would_order(self) -> None:
         orderer = make()
         for request in skewed(requests=300):

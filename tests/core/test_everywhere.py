@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.rings import length
+from support.serve_process import SERVE, ServeProcess, launching
 
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.observing.observed import ObservedOrderer
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.vllm
 
 SYSTEM = "Answer the question from the documents below."
 REQUESTS = length(60, 40)
-# One token of answer: behind the documents stand the question and what the chat template puts after it.
+# One token of answer: after the documents stand the question and what the chat template puts after it.
 SUFFIX_TOKENS = 24
 
 Request = tuple[str, list[Document]]
@@ -48,7 +47,7 @@ def requests() -> list[Request]:
 
 @pytest.fixture
 def orderer(vllm_server: Any, builder: PromptBuilder) -> Orderer:
-    """A fresh one, in front of an empty cache."""
+    """A fresh one, for an empty cache."""
     vllm_server.reset()
     return make_orderer(vllm_server, builder)
 
@@ -278,11 +277,8 @@ def test_dspy(
     from ragorder.adapters.dspy import CacheOrderRetriever
 
     found = {question: [documents_text([document]) for document in documents] for question, documents in requests}
-    lengths = {
-        documents_text([document]): builder.document_tokens(document)
-        for _, documents in requests
-        for document in documents
-    }
+    every = [document for _, documents in requests for document in documents]
+    lengths = {documents_text([document]): builder.document_tokens(document) for document in every}
 
     class Answer(dspy.Module):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -322,7 +318,8 @@ def test_proxy(vllm_server: Any, vllm_model: Path, requests: list[Request], plai
     from ragorder.adapters.observing.stats import fetch_stats
 
     vllm_server.reset()
-    with serving("--upstream", vllm_server.base_url, "--tokenizer", str(vllm_model)) as url:
+    with launching(ServeProcess, *SERVE, *proxy_options(vllm_server, vllm_model)) as serve:
+        url = serve().url
         with asking(vllm_server, url) as ask:
             served = ask_tagged(ask, requests)
         stats = fetch_stats(url)
@@ -342,7 +339,8 @@ def test_the_proxy_in_shadow_mode(
     from ragorder.adapters.observing.stats import fetch_stats
 
     vllm_server.reset()
-    with serving("--upstream", vllm_server.base_url, "--tokenizer", str(vllm_model), "--shadow") as url:
+    with launching(ServeProcess, *SERVE, *proxy_options(vllm_server, vllm_model), "--shadow") as serve:
+        url = serve().url
         with asking(vllm_server, url) as ask:
             ask_tagged(ask, requests)
         stats = fetch_stats(url)
@@ -353,42 +351,23 @@ def test_the_proxy_in_shadow_mode(
     assert abs(would_be - sum(cached for _, cached in plain)) <= REQUESTS * vllm_server.block_size
 
 
-@contextmanager
-def serving(*options: str) -> Iterator[str]:
-    """`ragorder serve` on a free port, in a process of its own."""
-    command = [sys.executable, "-c", "from ragorder.cli import main; main()", "serve", "--port", "0", *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            said = next(line for line in process.stderr if line.startswith("Serving on "))
-            yield said.removeprefix("Serving on ").strip().removesuffix("/v1")
-        finally:
-            process.terminate()
-            process.communicate(timeout=60)
-
-
-@pytest.fixture
-def observed(orderer: Orderer) -> Iterator[tuple[ObservedOrderer, Metrics]]:
-    metrics = Metrics()
-    yield ObservedOrderer(orderer, [metrics]), metrics
+def proxy_options(server: Any, model: Path) -> tuple[str, ...]:
+    return "--port", "0", "--upstream", server.base_url, "--tokenizer", str(model)
 
 
 @pytest.mark.slow
 def test_the_metrics_say_what_the_server_reported(
-    vllm_server: Any,
-    builder: PromptBuilder,
-    requests: list[Request],
-    plain: Served,
-    observed: tuple[ObservedOrderer, Metrics],
+    vllm_server: Any, builder: PromptBuilder, orderer: Orderer, requests: list[Request]
 ) -> None:
     import openai
 
     from ragorder.adapters.observing.stats import Stats
     from ragorder.adapters.openai import OrderedClient
 
-    orderer, metrics = observed
+    metrics = Metrics()
     with openai.OpenAI(base_url=f"{vllm_server.base_url}/v1", api_key="none") as client:
-        asking = OrderedClient(client, model=vllm_server.model_name, orderer=orderer, builder=builder)
+        observed = ObservedOrderer(orderer, [metrics])
+        asking = OrderedClient(client, model=vllm_server.model_name, orderer=observed, builder=builder)
         answers = [asking.generate(question, documents, max_tokens=1) for question, documents in requests]
     stats = Stats.of(metrics.registry.collect())
     assert (stats.served, stats.reports) == (REQUESTS, REQUESTS)

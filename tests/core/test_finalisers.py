@@ -116,11 +116,7 @@ class TestTheOrderer:
         orderer = Orderer(strict=True)
         ordering = orderer.order(DOCUMENTS[:3])
         entered, leave = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            orderer._lock.run(lambda: (entered.set(), leave.wait(PATIENCE_S)))
-
-        holder = threading.Thread(target=hold)
+        holder = threading.Thread(target=lambda: orderer._lock.run(lambda: (entered.set(), leave.wait(PATIENCE_S))))
         holder.start()
         entered.wait()
         ends(ordering.discard)
@@ -243,6 +239,7 @@ class Chunks:
 class TestStreams:
     @staticmethod
     def client(orderer: Any) -> Any:
+        pytest.importorskip("openai")
         from ragorder.adapters.openai import OrderedClient
 
         completions = SimpleNamespace(create=lambda **_: Chunks())
@@ -250,7 +247,6 @@ class TestStreams:
         return OrderedClient(fake, model="m", orderer=orderer, builder=PromptBuilder("S"))
 
     def test_an_abandoned_stream_within_an_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        pytest.importorskip("openai")
         orderer = Orderer(strict=True)
         client = self.client(orderer)
         orderer.order(DOCUMENTS[:3]).confirm()
@@ -263,7 +259,6 @@ class TestStreams:
         assert sum(found) and not ordering._lease.open
 
     def test_an_abandoned_stream_is_closed_where_no_lock_of_its_pool_is_held(self) -> None:
-        pytest.importorskip("openai")
         orderer = Orderer(strict=True)
         session = Request(self.client(orderer).stream("q", DOCUMENTS[3:6]))
         next(session.kept)
@@ -281,7 +276,6 @@ class TestStreams:
 
     def test_an_abandoned_batch_does_not_wait_for_its_threads(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """They may wait for the very order that the collector interrupted."""
-        pytest.importorskip("openai")
         orderer = Orderer(strict=True)
         orderer.order(DOCUMENTS[:3]).confirm()
         questions = [(str(number), DOCUMENTS[number : number + 5]) for number in range(40)]
@@ -294,7 +288,7 @@ class TestStreams:
 
 
 def test_a_collection_is_seen_while_it_runs(python: Any) -> None:
-    """In a process of its own: while a thread that another test left behind collects, `gc.collect` does nothing."""
+    """In a process of its own: while a thread of another test collects, `gc.collect` does nothing."""
     done = python("-c", COLLECTED)
     assert (done.returncode, done.stdout.split()) == (0, ["True", "False", "False"]), done.stderr
 
@@ -353,11 +347,10 @@ def test_what_is_given_back_by_counting_alone_is_finished_at_once() -> None:
     ordering.add_done_callback(told.append)
 
     class Plain:
-        def __init__(self, kept: Ordering[Document]) -> None:
-            self.kept = kept
+        kept = ordering
 
         def __del__(self) -> None:
             self.kept.confirm()
 
-    Plain(ordering)
+    Plain()
     assert told == [RequestOutcome(True)]

@@ -1,4 +1,4 @@
-"""Orders for an engine that takes documents over from wherever it has computed them (FusionRAG)."""
+"""Orders for an engine that reuses documents from wherever it has computed them (FusionRAG)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragorder import Document, Orderer
+from ragorder import Document, Orderer, Ordering
 from ragorder.eval.data.workloads import make_workload
 from ragorder.ordering import Reuse
 from ragorder.scope.fused import FusedReuse
@@ -50,10 +50,14 @@ def fusing(**options: object) -> Orderer:
     return Orderer(reuse="fused", capacity_tokens=None, suffix_tokens=0, strict=True, **options)  # type: ignore[arg-type]
 
 
-@given(
-    st.lists(st.lists(st.sampled_from(range(12)), min_size=1, max_size=6, unique=True), max_size=30),
-    st.sampled_from(["any", "first", "last"]),
-)
+REQUESTS = st.lists(st.lists(st.sampled_from(range(12)), min_size=1, max_size=6, unique=True), max_size=40)
+
+
+def ids(ordering: Ordering[Document]) -> str:
+    return " ".join(document.id for document in ordering.documents)
+
+
+@given(REQUESTS, st.sampled_from(["any", "first", "last"]))
 def test_what_is_reused_is_what_the_engine_reuses(requests: list[list[int]], best: str) -> None:
     orderer, engine = fusing(best=best), FusingEngine()
     for numbers in requests:
@@ -68,8 +72,8 @@ def test_what_is_reused_is_what_the_engine_reuses(requests: list[list[int]], bes
     assert orderer.tree_size == len(engine.paths)
 
 
-@given(st.lists(st.lists(st.sampled_from(range(12)), min_size=1, max_size=6, unique=True), max_size=40))
-def test_so_it_is_if_all_have_copies_and_some_are_computed_all_the_same(requests: list[list[int]]) -> None:
+@given(REQUESTS)
+def test_so_it_is_if_all_have_copies_and_some_are_computed_anyway(requests: list[list[int]]) -> None:
     orderer, engine = fusing(copies="all", recompute=1.0), FusingEngine(all_copied=True)
     for numbers in requests:
         ordering = orderer.order([DOCUMENTS[number] for number in numbers])
@@ -82,10 +86,10 @@ def test_documents_to_compute_follow_the_prefix_and_others_stay_as_ranked() -> N
     orderer = fusing()
     orderer.order(DOCUMENTS[:3]).confirm()
     ordering = orderer.order([DOCUMENTS[number] for number in (2, 1, 5, 0, 6)])
-    assert [document.id for document in ordering.documents] == ["d0", "d1", "d2", "d5", "d6"]
+    assert ids(ordering) == "d0 d1 d2 d5 d6"
     ordering.confirm()
     ordering = orderer.order([DOCUMENTS[number] for number in (6, 7, 5, 0, 2)])
-    assert [document.id for document in ordering.documents] == ["d0", "d7", "d6", "d5", "d2"]
+    assert ids(ordering) == "d0 d7 d6 d5 d2"
     assert ordering.reuse == ["exact", "computed", "fused", "fused", "fused"]
 
 
@@ -96,19 +100,18 @@ def test_the_best_document_stands_last_though_it_is_computed_or_first_of_those_c
     orderer = fusing(best=best, best_tokens=0)
     for number in (2, 5, 0):
         orderer.order([DOCUMENTS[number]]).confirm()
-    ordering = orderer.order([DOCUMENTS[number] for number in (7, 2, 5, 0)])
-    assert " ".join(document.id for document in ordering.documents) == expected
+    assert ids(orderer.order([DOCUMENTS[number] for number in (7, 2, 5, 0)])) == expected
 
 
-def test_a_best_document_that_is_taken_over_is_never_before_one_to_compute() -> None:
+def test_a_best_document_that_is_reused_is_never_before_one_to_compute() -> None:
     orderer = fusing(best="first")
     orderer.order(DOCUMENTS[:2]).confirm()
     ordering = orderer.order([DOCUMENTS[number] for number in (1, 5, 6)])
-    assert [document.id for document in ordering.documents] == ["d5", "d6", "d1"]
+    assert ids(ordering) == "d5 d6 d1"
     assert ordering.reuse == ["computed", "computed", "fused"]
 
 
-def test_after_a_build_all_others_are_taken_over() -> None:
+def test_after_a_build_all_others_are_reused() -> None:
     orderer = fusing(copies="all")
     ordering = orderer.order(DOCUMENTS[:5])
     assert ordering.reuse == ["fused"] * 5
@@ -137,7 +140,7 @@ def served(**options: object) -> tuple[float, int]:
     return computed, exact
 
 
-def test_documents_of_many_requests_become_exact_though_all_could_be_taken_over() -> None:
+def test_documents_of_many_requests_become_exact_though_all_could_be_reused() -> None:
     """And all requests together compute less for it."""
     without, found_without = served(invest=False)
     computed, found = served()
@@ -147,7 +150,7 @@ def test_documents_of_many_requests_become_exact_though_all_could_be_taken_over(
 
 
 def popular(orderer: Orderer) -> None:
-    """Two hundred requests with d0 and something else each time, none of which leaves anything behind."""
+    """Two hundred requests with d0 and something else each time, all without a trace."""
     for number in range(200):
         orderer.order([Document(f"x{number}", f"x{number}", tokens=64), DOCUMENTS[0]]).discard()
 
@@ -156,7 +159,7 @@ def test_exact_documents_are_the_leading_ones_up_to_the_last_that_is_invested_in
     orderer = fusing(copies="all", recompute=0.5)
     popular(orderer)
     ordering = orderer.order([DOCUMENTS[7], DOCUMENTS[1], DOCUMENTS[0]])
-    assert [document.id for document in ordering.documents] == ["d0", "d7", "d1"]
+    assert ids(ordering) == "d0 d7 d1"
     assert (ordering.exact_documents, ordering.reuse) == (1, ["computed", "fused", "fused"])
     ordering.confirm()
     ordering = orderer.order([DOCUMENTS[8], DOCUMENTS[1], DOCUMENTS[0]])
@@ -177,7 +180,7 @@ def test_guards_hold_documents_that_would_be_computed_first() -> None:
     popular(orderer)
     ordering = orderer.order([DOCUMENTS[5], DOCUMENTS[0]])
     assert ordering.documents[0] is DOCUMENTS[5]
-    # Behind a document that nothing else contains it would be of no use.
+    # After a document that nothing else contains it would be of no use.
     assert (ordering.exact_documents, ordering.reuse) == (0, ["fused", "fused"])
 
 
@@ -196,7 +199,7 @@ def test_what_the_engine_has_evicted_is_computed() -> None:
     assert orderer.order(DOCUMENTS[:4]).reuse == ["computed"] * 4
 
 
-def test_an_exact_engine_takes_nothing_over() -> None:
+def test_an_exact_engine_fuses_nothing() -> None:
     orderer = Orderer(capacity_tokens=None, strict=True)
     orderer.order(DOCUMENTS[:3]).confirm()
     ordering = orderer.order([DOCUMENTS[2], DOCUMENTS[9], DOCUMENTS[0]])
@@ -224,14 +227,19 @@ class OnDisk:
     def serve(self, *_: object) -> None: ...
 
 
-@pytest.mark.parametrize(("load_s", "followed"), [(0.1, 2), (0.5, 0)])
-def test_a_path_is_followed_if_its_loads_cost_less_than_what_is_computed_anew(load_s: float, followed: int) -> None:
-    """A token computed takes a second, and a fifth of those taken over are."""
+def held(*paths: str) -> tuple[KnowledgeTree, Sequence[Node]]:
+    """A tree that holds these paths of 64 tokens a document, and the first of them."""
     tree = KnowledgeTree(16, indexed=True)
-    on_disk = tree.insert(["a", "b"], [64, 64], [0, 1])
-    elsewhere = [*tree.insert(["c", "a"], [64, 64], [0, 1]), *tree.insert(["d", "b"], [64, 64], [0, 1])]
-    for stamp, node in enumerate([*on_disk, *elsewhere], 1):
+    found = [tree.insert(path, [64] * len(path), range(len(path))) for path in paths]
+    for stamp, node in enumerate([node for path in found for node in path], 1):
         node.missing, node.stamp = 0, stamp
+    return tree, found[0]
+
+
+@pytest.mark.parametrize(("load_s", "followed"), [(0.1, 2), (0.5, 0)])
+def test_a_path_is_followed_if_its_loads_cost_less_than_computing(load_s: float, followed: int) -> None:
+    """A token computed takes a second, and a fifth of those reused are."""
+    tree, on_disk = held("ab", "ca", "db")
     places = OnDisk(on_disk)
     fused = FusedReuse(Settings(reuse="fused", recompute=0.2), tree)
     rest = fused.rest(["a", "b"], [64, 64], places)
@@ -243,10 +251,7 @@ def test_a_path_is_followed_if_its_loads_cost_less_than_what_is_computed_anew(lo
 
 
 def test_what_lies_on_the_disk_alone_is_loaded_either_way() -> None:
-    tree = KnowledgeTree(16, indexed=True)
-    path = tree.insert(["a", "b"], [64, 64], [0, 1])
-    for stamp, node in enumerate(path, 1):
-        node.missing, node.stamp = 0, stamp
+    tree, path = held("ab")
     places = OnDisk(path)
     rest = FusedReuse(Settings(reuse="fused", recompute=0.2), tree).rest(["a", "b", "c"], [64, 64, 64], places)
     assert rest.loads == {"a": (0, 64), "b": (0, 64)}
@@ -263,10 +268,8 @@ def test_most_of_a_zipf_workload_is_reused() -> None:
         tokens = 0
         for ranking in workload.rankings:
             ordering = orderer.order([workload.documents[number] for number in ranking])
-            kinds = ordering.reuse
-            tokens += sum(
-                d.token_count for d, kind in zip(ordering.documents, kinds, strict=True) if kind != "computed"
-            )
+            kinds = zip(ordering.documents, ordering.reuse, strict=True)
+            tokens += sum(document.token_count for document, kind in kinds if kind != "computed")
             ordering.confirm()
         reused[reuse] = tokens
     assert reused["fused"] > 1.5 * reused["exact"]

@@ -79,8 +79,8 @@ def test_completes_to_the_allowed_order_that_follows_the_preferred_one_most_clos
     """At each place stands the most preferred document that may stand there."""
     orders = allowed_orders(guards, groups)
     begun = data.draw(st.sampled_from(orders))[: data.draw(st.integers(0, len(groups)))]
-    behind = data.draw(st.permutations([rank for rank in range(len(groups)) if rank not in begun]))
-    preferred = [*begun, *behind]
+    rest = data.draw(st.permutations([rank for rank in range(len(groups)) if rank not in begun]))
+    preferred = [*begun, *rest]
     completed = guards.for_request(len(groups), groups).complete(begun, preferred)
     closest = min((order for order in orders if order[: len(begun)] == begun), key=lambda o: [*map(preferred.index, o)])
     assert tuple(completed) == closest
@@ -105,23 +105,11 @@ def test_the_completed_order_satisfies_every_guard(
 
 def test_the_default_guards_nothing() -> None:
     assert not Guards()
+    given = {"keep_first": 1, "keep_last": 1, "max_displacement": 0, "keep_groups": True, "max_gain_lost": 0.0}
+    assert all(Guards(**{name: value}) for name, value in given.items())  # type: ignore[arg-type]
     request = Guards().for_request(4, [])
     assert all(request.permits(order) for order in permutations(range(4)))
     assert request.complete((), [3, 1, 0, 2]) == [3, 1, 0, 2]
-
-
-@pytest.mark.parametrize(
-    "guards",
-    [
-        Guards(keep_first=1),
-        Guards(keep_last=1),
-        Guards(max_displacement=0),
-        Guards(keep_groups=True),
-        Guards(max_gain_lost=0.0),
-    ],
-)
-def test_any_guard_is_a_guard(guards: Guards) -> None:
-    assert guards
 
 
 @pytest.mark.parametrize(
@@ -129,17 +117,14 @@ def test_any_guard_is_a_guard(guards: Guards) -> None:
     [
         (Guards(keep_first=2), [0, 1, 5, 4, 3, 2]),
         (Guards(keep_last=2), [5, 4, 3, 2, 1, 0]),
-        (Guards(keep_last=1), [5, 4, 3, 2, 1, 0]),
-        (Guards(keep_first=6), [0, 1, 2, 3, 4, 5]),
         (Guards(keep_first=9), [0, 1, 2, 3, 4, 5]),
         (Guards(keep_last=9), [5, 4, 3, 2, 1, 0]),
         (Guards(max_displacement=0), [0, 1, 2, 3, 4, 5]),
-        (Guards(max_displacement=1), [1, 0, 3, 2, 5, 4]),
         (Guards(max_displacement=2), [2, 3, 0, 1, 5, 4]),
         (Guards(keep_groups=True), [2, 4, 0, 1, 3, 5]),
         (Guards(keep_first=1, max_displacement=1), [0, 2, 1, 4, 3, 5]),
         (Guards(max_gain_lost=0), [0, 1, 2, 3, 4, 5]),
-        # The reverse order behind the best document costs 6.2 %, the worst document in front of all others 21.3 %.
+        # The reverse order after the best document costs 6.2 %, the worst document before all others 21.3 %.
         (Guards(max_gain_lost=0.1), [0, 5, 4, 3, 2, 1]),
         (Guards(max_gain_lost=0.2129), [5, 0, 1, 2, 3, 4]),
         (Guards(max_gain_lost=1), [5, 4, 3, 2, 1, 0]),

@@ -42,7 +42,7 @@ ABC = Documents("abc", [100, 100, 50])
 
 
 def investment(tail: Tail, reused_tokens: int = PLENTY, **options: object) -> Investment:
-    """After requests that took over so many tokens."""
+    """After requests that reused this number of tokens."""
     chosen = {"reuse": "fused", "copies": "all", "recompute": 0.2, "min_gain": 0.0} | options
     found = Investment(Settings(**chosen), tail)  # type: ignore[arg-type]
     found.begin([ROOT], 0, [], reused_tokens)
@@ -61,7 +61,7 @@ class TestADocumentIsComputed:
         assert choose(found, [], [0, 1, 2]) == chosen
         assert found.uses(ABC, ABC.tokens, [], 0, 0.0) == (uses if chosen else None)
 
-    def test_that_gains_most_behind_those_in_front(self) -> None:
+    def test_that_gains_most_after_those_before_it(self) -> None:
         found = investment(Foreseen({"a": 9, "b": 20, "c": 30, "ab": 8, "bc": 19, "abc": 7}))
         # 20 uses of 100 tokens spare more than 30 of 50.
         assert choose(found, [], [0, 1, 2]) == [1, 2, 0]
@@ -109,7 +109,7 @@ class TestADocumentIsComputed:
 class TestMeans:
     """At most 1 % of what requests recompute is spent before it comes back."""
 
-    def test_are_earned_by_what_requests_compute_anew(self) -> None:
+    def test_are_earned_by_what_requests_recompute(self) -> None:
         tail = Foreseen({"a": 100, "ab": 100})
         # A document costs 80 tokens; 20 % are recomputed, and 1 % of that may be spent.
         for reused_tokens, chosen in ((39_999, []), (40_000, [0]), (79_999, [0]), (80_000, [0, 1])):
@@ -150,7 +150,7 @@ class TestMeans:
 
 
 class TestForecasts:
-    """Count as far as former ones have come true."""
+    """Count to the degree that former ones have come true."""
 
     def after(self, uses: int, promised: float, requests: int = 300) -> bool:
         """Whether 8 expected uses pay, twice as many as it takes, after this number was forecast and seen."""

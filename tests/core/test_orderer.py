@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import random
-import subprocess
-import sys
 import tracemalloc
 from array import array
 from collections.abc import Iterator, Sequence
@@ -32,7 +29,6 @@ BLOCK = 16
 SEARCHES = ["best", "greedy"]
 MOVES = ["earned", "free", "prefix", "cohort", "queue"]
 GUARDS = [{"keep_first": 3}, {"keep_last": 3}, {"max_displacement": 5}, {"max_displacement": 20_000}]
-CORPUS = {id: Document(id, f"text of {id}", tokens=32) for id in "abcdefghijklmnopqrstuvwxyz"}
 
 REQUESTS = st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=6)
 STREAMS = st.lists(REQUESTS, max_size=20)
@@ -69,7 +65,7 @@ def strict(*, max_nodes: int = MAX_NODES, **options: Any) -> Orderer:
         return Orderer(strict=True, **options)
 
 
-def serve(orderer: Orderer, *requests: str, **options: Any) -> str:
+def serve(orderer: Orderer, *requests: Sequence[str], **options: Any) -> str:
     """Serve requests one after another; the order of the last one's documents."""
     last = ""
     for request in requests:
@@ -189,7 +185,7 @@ class TestOrdering:
         assert held == (96 if ends[0] == "c" else 64)
 
     @pytest.mark.parametrize("served", [True, False])
-    def test_confirm_and_discard_long_after(self, served: bool) -> None:
+    def test_confirm_and_discard_after_many_other_requests(self, served: bool) -> None:
         orderer = strict(capacity_tokens=1_000, max_nodes=50)
         late = orderer.order(documents("abc"))
         rng = random.Random(0)
@@ -248,7 +244,7 @@ class TestOrdering:
     def test_one_document_larger_than_the_cache(self) -> None:
         orderer = strict(capacity_tokens=320, prefix_tokens=32)
         for _ in range(3):
-            retrieved = [Document("huge", "x", tokens=100_000), CORPUS["a"], CORPUS["b"]]
+            retrieved = [Document("huge", "x", tokens=100_000), *documents("ab")]
             ordering = orderer.order(retrieved)
             check_permutation(ordering, retrieved)
             assert ordering.cached_tokens <= 320
@@ -270,8 +266,8 @@ class TestBestPlace:
     @given(st.sampled_from(["first", "last"]), st.sampled_from(MOVES), STREAMS, LISTS)
     def test_is_its_own_at_any_price(self, best: Any, moves: str, earlier: list[list[str]], request: list[str]) -> None:
         orderer = strict(best=best, best_tokens=1_000_000, moves=moves)
-        serve(orderer, *map("".join, earlier))
-        ordering = orderer.order(documents(request), waiting=[documents(later) for later in earlier])
+        serve(orderer, *earlier)
+        ordering = orderer.order(documents(request), waiting=[*map(documents, earlier)])
         assert ordering.permutation[0 if best == "first" else -1] == 0
 
     @pytest.mark.parametrize(
@@ -300,8 +296,8 @@ class TestBestPlace:
         self, best: Any, best_tokens: int, between: list[list[str]], request: list[str]
     ) -> None:
         orderer = strict(best=best, best_tokens=best_tokens, block_size=1, capacity_tokens=None)
-        first = serve(orderer, "".join(request))
-        serve(orderer, *map("".join, between))
+        first = serve(orderer, request)
+        serve(orderer, *between)
         again = orderer.order(documents(request))
         assert again.cached_tokens == 32 * len(request)
         assert ids(again) == first or set(request) in map(set, between)
@@ -320,7 +316,7 @@ class TestBestPlace:
     def test_guards_hold(self, guard: dict[str, Any], expected: str) -> None:
         assert serve(strict(best="last", group=lambda _: "one", **guard), "abcde") == expected
 
-    def test_a_guard_that_keeps_it_from_its_place_costs_no_cached_tokens_as_well(self) -> None:
+    def test_a_guard_that_keeps_it_from_its_place_costs_no_cached_tokens(self) -> None:
         orderer = strict(best="last", best_tokens=1000, max_displacement=1)
         orderer.record(documents("bac"))
         assert ids(orderer.order(documents("abc"))) == "bac"
@@ -353,39 +349,33 @@ class TestBestPlace:
 
     def test_in_a_conversation_it_is_next_to_the_question_too(self) -> None:
         orderer = strict(best="last")
-        behind, question = [Segment("told", 40)], Segment("asked", 10)
-        ordering = orderer.order(documents("abc"), history=History(behind, question=question))
-        assert ids(ordering) == "bca"
-        ordering.confirm()
-        assert orderer.order(documents("abc"), history=History(behind, question=question)).prefix_documents == 3
+        history = History([Segment("told", 40)], question=Segment("asked", 10))
+        assert serve(orderer, "abc", history=history) == "bca"
+        assert orderer.order(documents("abc"), history=history).prefix_documents == 3
 
 
 class TestAnOrderThatIsGiven:
     """`permutation`: an earlier turn of a conversation goes as it went."""
 
     @pytest.mark.parametrize("moves", ["earned", "free", "prefix"])
-    def test_is_sent_and_counted_whatever_is_cached(self, moves: Any) -> None:
+    def test_is_sent_and_counted_in_any_cache(self, moves: Any) -> None:
         orderer = strict(moves=moves, capacity_tokens=100_000)
-        orderer.order(documents("abcde")).confirm()
-        ordering = orderer.order(documents("abcde"), history=History(sent=[4, 2, 0, 1, 3]))
-        assert (ids(ordering), ordering.prefix_documents) == ("ecabd", 0)
-        ordering.confirm()
-        again = orderer.order(documents("abcde"), history=History(sent=[4, 2, 0, 1, 3]))
-        assert (ids(again), again.prefix_documents) == ("ecabd", 5)
-        again.confirm()
+        serve(orderer, "abcde")
+        for found in (0, 5):
+            ordering = orderer.order(documents("abcde"), history=History(sent=[4, 2, 0, 1, 3]))
+            assert (ids(ordering), ordering.prefix_documents) == ("ecabd", found)
+            ordering.confirm()
         # Others find it, too.
         assert ids(orderer.order(documents("cxe"))) == "ecx"
 
-    def test_stands_before_a_question_and_behind_a_history_alike(self) -> None:
-        for behind in ([], [Segment("told", 40)]):
-            orderer = strict()
-            ordering = orderer.order(documents("abc"), history=History(behind, sent=(2, 0, 1)))
-            assert ids(ordering) == "cab"
-            ordering.confirm()
-            assert orderer.order(documents("abc"), history=History(behind, sent=(2, 0, 1))).prefix_documents == 3
+    @pytest.mark.parametrize("earlier", [[], [Segment("told", 40)]], ids=["first turn", "later turn"])
+    def test_holds_with_and_without_a_history(self, earlier: list[Segment]) -> None:
+        orderer, history = strict(), History(earlier, sent=(2, 0, 1))
+        assert serve(orderer, "abc", history=history) == "cab"
+        assert orderer.order(documents("abc"), history=history).prefix_documents == 3
 
     @pytest.mark.parametrize("wrong", [[0, 1], [0, 1, 1], [1, 2, 3], [0, 1, 2, 3]])
-    def test_that_is_none_of_them_keeps_retrieval_order(self, wrong: list[int]) -> None:
+    def test_that_is_no_permutation_keeps_retrieval_order(self, wrong: list[int]) -> None:
         with pytest.raises(ValueError, match="each rank"):
             strict().order(documents("abc"), history=History(sent=wrong))
         with pytest.warns(DegradedWarning, match="ValueError"):
@@ -441,15 +431,13 @@ class TestPreview:
         assert orderer.order(documents("ab"), scope="new").cached_tokens == 160 + 64
 
     def test_preview_considers_waiting_requests(self) -> None:
-        orderer = strict()
         waiting = [documents("c"), documents("cd")]
-        predicted = orderer.preview(documents("abc"), waiting=waiting)
-        assert [each.id for each in predicted] == list(ids(orderer.order(documents("abc"), waiting=waiting)))
+        assert [each.id for each in strict().preview(documents("abc"), waiting=waiting)] == ["c", "a", "b"]
 
     def test_the_callers_own_objects_each_as_often_as_given(self) -> None:
-        given = [CORPUS["a"], CORPUS["b"], CORPUS["a"]]
-        assert all(any(each is one for one in given) for each in strict().preview(given))
-        assert len(strict().preview(given)) == 3
+        a, b = documents("ab")
+        given = [a, b, a]
+        assert list(map(id, strict().preview(given))) == list(map(id, given))
 
     def test_order_never_raises(self) -> None:
         orderer = Orderer(key=lambda document: [])
@@ -457,15 +445,14 @@ class TestPreview:
 
 
 class TestCold:
-    """Requests of which nothing is cached."""
+    """Requests without a cached document."""
 
     HISTORY = (*["b"] * 20, *["x"] * 40)
 
     @pytest.mark.parametrize(("moves", "expected"), [("free", "ba"), ("prefix", "ab"), ("earned", "ab")])
     def test_are_laid_out_for_the_future_or_as_ranked(self, moves: str, expected: str) -> None:
         orderer = strict(moves=moves, capacity_tokens=2 * BLOCK)
-        for request in self.HISTORY:
-            orderer.order(documents(request)).confirm()
+        serve(orderer, *self.HISTORY)
         assert ids(orderer.order(documents("ab"))) == expected
 
     def test_with_a_cached_document_the_rest_is_arranged(self) -> None:
@@ -568,7 +555,7 @@ class TestNeverRaises:
         assert "BoomError" in caplog.text
         assert "SECRET" not in caplog.text
 
-    def test_an_error_inside_starts_the_scope_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_error_inside_starts_the_scope_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
         orderer = Orderer()
         serve(orderer, "abc")
         monkeypatch.setattr(type(scopes_of(orderer)[None].residency), "lease", raising)
@@ -601,17 +588,8 @@ print(len(orders), hashlib.sha256(json.dumps(orders).encode()).hexdigest())
 
 
 @pytest.mark.slow
-def test_the_same_in_every_process() -> None:
-    outputs = [
-        subprocess.run(
-            [sys.executable, "-c", SCRIPT],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("0", "1", "4242")
-    ]
+def test_the_same_in_every_process(python: Any) -> None:
+    outputs = [python("-c", SCRIPT, timeout=500, PYTHONHASHSEED=seed).stdout for seed in ("0", "1", "4242")]
     assert outputs[0].startswith(f"{2 * 5 * 240} ")
     assert len(set(outputs)) == 1
 
@@ -718,17 +696,13 @@ class TestTenThousandDocuments:
 
     def test_steps_of_a_batch_grow_no_faster_than_documents(self) -> None:
         steps = []
-        for count in (1_000, 4_000):
+        for count in (2_500, 10_000):
             orderer = strict(capacity_tokens=1_000_000)
             with counted_lines() as lines:
-                orderer.order_batch([LARGE[:count], LARGE[:count][::-1], LARGE[:count:2]])
+                batch = orderer.order_batch([LARGE[:count], LARGE[:count][::-1], LARGE[:count:2]])
+            assert list(batch)[1].prefix_documents >= count // 2
             steps += lines
         assert steps[1] <= 4 * 1.5 * steps[0]
-
-    def test_ten_thousand_documents_in_a_batch(self) -> None:
-        orderer = strict(capacity_tokens=1_000_000)
-        orderings = list(orderer.order_batch([LARGE, LARGE[::-1], LARGE[::2]]))
-        assert orderings[1].prefix_documents >= 5_000
 
 
 class TestMemory:
@@ -803,16 +777,6 @@ class TestMemory:
             orderer.order([Heavy(f"{number} {place}") for place in range(5)])
         gc.collect()
         assert Heavy.alive == 0
-
-
-def simulated(engine: SimEngine, prompt: Prompts, orderings: Iterator[Ordering[Document]]) -> int:
-    """Serves requests; the cached tokens of all of them."""
-    total = 0
-    for ordering in orderings:
-        completion = engine.generate(prompt(ordering.documents))
-        total += completion.cached_tokens
-        ordering.confirm(completion.cached_tokens)
-    return total
 
 
 class Prompts:
@@ -904,8 +868,7 @@ class TestBatch:
         self, options: dict[str, Any], earlier: list[list[str]], stream: list[list[str]], max_wait: int | None
     ) -> None:
         orderer = strict(**options)
-        for request in earlier:
-            orderer.order(documents(request)).confirm()
+        serve(orderer, *earlier)
         retrieved = [documents(request) for request in stream]
         copy = [list(request) for request in retrieved]
         batch = orderer.order_batch(retrieved, max_wait=max_wait)
@@ -940,8 +903,7 @@ class TestBatch:
         found = []
         for batched in (False, True):
             orderer = strict(**options)
-            for request in earlier:
-                orderer.order(documents(request)).confirm()
+            serve(orderer, *earlier)
             requests = [documents(request) for request in stream]
             orderings = orderer.order_batch(requests, max_wait=max_wait) if batched else map(orderer.order, requests)
             total = 0
@@ -957,18 +919,14 @@ class TestBatch:
         self, options: dict[str, Any], earlier: list[list[str]], stream: list[list[str]]
     ) -> None:
         one, other = strict(**options), strict(**options)
-        for request in earlier:
-            one.order(documents(request)).confirm()
-            other.order(documents(request)).confirm()
+        for orderer in (one, other):
+            serve(orderer, *earlier)
         requests = [documents(request) for request in stream]
         batch = one.order_batch(requests, max_wait=0)
         for number, request in enumerate(requests):
             taken, ordered = batch[number], other.order(request)
-            assert (taken.index, taken.permutation, taken.cached_tokens) == (
-                number,
-                ordered.permutation,
-                ordered.cached_tokens,
-            )
+            assert taken.index == number
+            assert (taken.permutation, taken.cached_tokens) == (ordered.permutation, ordered.cached_tokens)
             taken.confirm()
             ordered.confirm()
 
@@ -991,13 +949,17 @@ class TestBatch:
             engine, prompts = SimEngine(capacity_tokens=16_384), Prompts(64)
             orderer = mirroring(engine, 64)
             orderings = iter(orderer.order_batch(stream, max_wait=max_wait)) if batched else map(orderer.order, stream)
-            totals.append(simulated(engine, prompts, orderings))
+            totals.append(0)
+            for ordering in orderings:
+                cached_tokens = engine.generate(prompts(ordering.documents)).cached_tokens
+                totals[-1] += cached_tokens
+                ordering.confirm(cached_tokens)
         assert totals[0] > (1.1 if max_wait in (None, 100, 50, 20) else 1) * totals[1]
 
     def test_planning_leaves_the_orderer_as_it_is(self) -> None:
         planned, other = strict(capacity_tokens=400), strict(capacity_tokens=400)
-        serve(planned, "abcd", "bcde", "abce")
-        serve(other, "abcd", "bcde", "abce")
+        for orderer in (planned, other):
+            serve(orderer, "abcd", "bcde", "abce")
         flying = planned.order(documents("acx")), other.order(documents("acx"))
         planned.order_batch(map(documents, ["dcb", "xyz", "abe", "zyx"]), max_wait=2)
         planned.order_batch(map(documents, ["dcb", "xyz", "abe", "zyx"]))
@@ -1013,12 +975,6 @@ class TestBatch:
     def test_a_negative_wait_is_an_error_of_the_caller(self) -> None:
         with pytest.raises(ValueError, match="max_wait"):
             Orderer().order_batch([documents("ab")], max_wait=-1)
-
-    def test_an_empty_batch(self) -> None:
-        batch = strict().order_batch([])
-        assert (len(batch), list(batch), list(batch.indices)) == (0, [], [])
-        with pytest.raises(IndexError):
-            batch[0]
 
     def test_a_request_is_in_flight_only_once_it_is_taken(self) -> None:
         orderer = strict()
@@ -1051,9 +1007,7 @@ class TestBatch:
         assert list(batch.indices)[:2] == [1, 3], "what is evicted first is served first"
         assert [ids(ordering)[:3] for ordering in batch[:2]] == ["klm", "abc"]
 
-    def test_an_error_while_a_request_starts_leaves_it_in_retrieval_order(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_request_that_cannot_start_stays_in_retrieval_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
         orderer = Orderer()
         batch = orderer.order_batch([documents("abc"), documents("cbx")])
         first = batch[0]

@@ -7,7 +7,8 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from linecache import getline
 from types import FrameType
 from typing import Any
@@ -38,9 +39,10 @@ def check(orderer: Orderer) -> None:
         in_flight = [lease for holder, lease in pool.in_flight if holder is mirror and lease.open]
         assert scope.tree.root.leases == len(in_flight)
         assert all(node.leases >= 0 and 0 <= node.missing <= node.blocks for node in nodes)
-        behind = sum(use.suffix_blocks for use in pool.log if use.holder is mirror)
-        behind += sum(lease.suffix_blocks + lease.partial_blocks for lease in in_flight)
-        assert mirror.used_blocks == sum(node.blocks - node.missing for node in nodes) + behind == mirror.counted_blocks
+        suffixes = sum(use.suffix_blocks for use in pool.log if use.holder is mirror)
+        suffixes += sum(lease.suffix_blocks + lease.partial_blocks for lease in in_flight)
+        held = sum(node.blocks - node.missing for node in nodes)
+        assert mirror.used_blocks == held + suffixes == mirror.counted_blocks
     if len(whole) == len(scopes):
         assert pool.nodes == sum(scope.mirror.counted_nodes for scope in whole)
         others = sum(use.suffix_blocks for use in pool.log if use.holder is None)
@@ -135,7 +137,7 @@ class TestInterrupts:
             line += 1 if line < 150 else 20
         assert line > 100
 
-    def test_a_tree_that_was_left_half_changed_starts_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_tree_that_was_left_half_changed_starts_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
         orderer = Orderer(strict=True)
         orderer.order(DOCUMENTS[:3]).confirm()
         pending = orderer.order(DOCUMENTS[3:6])
@@ -152,7 +154,7 @@ class TestInterrupts:
         assert scopes_of(orderer)[None] is not scope and orderer.tree_size == 3
         check(orderer)
 
-    def test_an_error_while_a_request_is_finished_starts_the_scope_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_error_while_a_request_is_finished_starts_the_scope_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
         orderer = Orderer()
         ordering = orderer.order(DOCUMENTS[:3])
         monkeypatch.setattr(scopes_of(orderer)[None].mirror, "release", lambda *_: 1 / 0)
@@ -160,6 +162,20 @@ class TestInterrupts:
         assert orderer.fallbacks == 1
         assert orderer.order(DOCUMENTS[:3]).cached_tokens == 0
         check(orderer)
+
+
+@contextmanager
+def in_another_thread(work: Callable[[Callable[[], object]], object]) -> Iterator[None]:
+    """The work, held until the block ends where it calls what it is given."""
+    entered, leave = threading.Event(), threading.Event()
+    holder = threading.Thread(target=work, args=(lambda: (entered.set(), leave.wait(PATIENCE_S)),))
+    holder.start()
+    entered.wait()
+    try:
+        yield
+    finally:
+        leave.set()
+        holder.join()
 
 
 def in_child(work: Callable[[], bool]) -> bool:
@@ -178,21 +194,14 @@ class TestFork:
     def test_while_another_thread_orders(self) -> None:
         orderer = Orderer()
         orderer.order(DOCUMENTS[:3]).confirm()
-        entered, leave = threading.Event(), threading.Event()
-        holder = threading.Thread(target=lambda: orderer._lock.run(lambda: (entered.set(), leave.wait(PATIENCE_S))))
-        holder.start()
-        entered.wait()
 
         def work() -> bool:
             ordering = orderer.order(DOCUMENTS[:3])
             ordering.confirm()
             return not ordering.fallback and ordering.cached_tokens == 0 and orderer.tree_size == 3
 
-        try:
+        with in_another_thread(orderer._lock.run):
             assert in_child(work), "what the other thread was changing starts over"
-        finally:
-            leave.set()
-            holder.join()
         assert orderer.order(DOCUMENTS[:3]).cached_tokens == 288, "the parent goes on as before"
 
     def test_a_child_starts_with_the_parents_state(self) -> None:
@@ -212,26 +221,22 @@ class TestFork:
         assert in_child(work) and not orderer.degraded
 
     def test_while_another_thread_tokenises(self) -> None:
-        entered, leave = threading.Event(), threading.Event()
-
         class Slow:
             added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012
+            wait: Any = None
 
             def encode(self, text: str, **_: object) -> list[int]:
-                if text == "slow":
-                    entered.set()
-                    leave.wait(PATIENCE_S)
-                return [1]
+                return [1] if text == "quick" else self.wait()
 
-        tokenizer = SegmentTokenizer(Slow())
-        holder = threading.Thread(target=tokenizer.encode, args=("slow",))
-        holder.start()
-        entered.wait()
-        try:
+        slow = Slow()
+        tokenizer = SegmentTokenizer(slow)
+
+        def work(wait: Callable[[], object]) -> None:
+            slow.wait = wait
+            tokenizer.encode("slow")
+
+        with in_another_thread(work):
             assert in_child(lambda: tokenizer.encode("quick") == [1])
-        finally:
-            leave.set()
-            holder.join()
 
 
 class Evil:
@@ -279,11 +284,11 @@ EVERY_KIND: dict[str, Callable[[], Orderer]] = {
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
-class TestWhatIsNoNumberOfTokens:
-    """In an engine's report: it counts as not reported, whatever orderer gets it."""
+class TestWrongTokenCounts:
+    """In an engine's report: it counts as not reported, for every kind of orderer."""
 
     @pytest.mark.parametrize("estimated", [True, False])
-    def test_is_ignored(self, kind: str, estimated: bool) -> None:
+    def test_are_ignored(self, kind: str, estimated: bool) -> None:
         documents = [Document(str(place), "x" * 400, None if estimated else 100) for place in range(6)]
         names = ("cached_tokens", "total_tokens", "prompt_tokens", "written_tokens")
         reports = [dict.fromkeys(each, bad) for bad in NO_COUNTS.values() for each in (names, *zip(names))]
@@ -304,7 +309,7 @@ class TestWhatIsNoNumberOfTokens:
         root = scopes_of(told)[None].tree.root
         assert root.leases == 0, "each request has ended"
 
-    def test_spoils_nothing_that_is_reported_with_it(self, kind: str) -> None:
+    def test_leave_what_is_reported_with_them(self, kind: str) -> None:
         ordering = EVERY_KIND[kind]().order(DOCUMENTS[:3])
         outcomes: list[RequestOutcome] = []
         ordering.add_done_callback(outcomes.append)
@@ -312,7 +317,7 @@ class TestWhatIsNoNumberOfTokens:
         assert outcomes == [RequestOutcome(True, None, 400, 390)]
 
 
-def test_what_is_no_number_of_tokens_is_logged_once_without_its_content(python: Any) -> None:
+def test_a_wrong_token_count_is_logged_once_without_its_content(python: Any) -> None:
     done = python("-c", REPORTED)
     assert done.returncode == 0 and done.stderr.count("an invalid token count (str") == 1, done.stderr
     assert "SECRET" not in done.stderr and "retrieval order" not in done.stderr
@@ -431,7 +436,7 @@ class TestBounds:
             assert orderer.tree_size <= 300
         check(orderer)
 
-    def test_those_in_use_share_the_nodes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_scopes_in_use_share_the_nodes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Round robin over scopes that do not fit together: each keeps what it used last, and none loses all."""
         monkeypatch.setattr("ragorder.scope.scopes.MAX_NODES", 120)
         orderer = Orderer(strict=True, residency="none")
@@ -453,7 +458,7 @@ class TestBounds:
             assert orderer.tree_size <= 100
         assert scopes_of(orderer), "the one in use stays"
 
-    def test_names_that_are_never_used_again_leave_nothing_behind(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_names_that_are_never_used_again_leave_no_trace(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("ragorder.scope.scopes.MAX_SCOPES", 4)
         orderer = Orderer(strict=True)
         for number in range(2_000):

@@ -54,10 +54,8 @@ class TestPlanShards:
         shards = plan_shards([["a", "b"], ["b", "c"]], 1, key=str, tokens=len)
         assert [ordering.documents[0] for ordering in shards[0]] == ["b", "b"]
 
-    def test_others_are_refused(self) -> None:
+    def test_other_objects_and_less_than_one_shard_are_refused(self) -> None:
         with pytest.raises(TypeError, match=r"Document\(id, text\)"):
             plan_shards([["a"]], 2)
-
-    def test_less_than_one_shard_is_refused(self) -> None:
         with pytest.raises(ValueError, match="at least 1"):
             plan_shards([[Document("a")]], 0)

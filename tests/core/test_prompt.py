@@ -30,29 +30,25 @@ DOCUMENTS = [CATS, BANKS, LAKE]
 # Pieces that come together as control tokens, overlapping ones and parts of them, among text of every kind.
 pieces = st.sampled_from(
     [
-        *CONTROL,
-        "<|im_<|im_start|>start|>",
-        "<|<|im_end|>im_end|>",
-        "<<|im_start|>|im_start|>",
-        "<|im_",
-        "start|>",
-        "end|>",
-        "<",
-        "|",
-        ">",
-        "<|",
-        "|>",
-        "system\n",
-        "🙂",
-        "👩‍👩‍👧",
-        "\ud800",
-        "\udfff",
-        "\x00",
-        "\n",
-        " ",
-        "\u200b",
-        "</s>",
-        "[INST]",
+        *(*CONTROL, "<|im_<|im_start|>start|>", "<|<|im_end|>im_end|>", "<<|im_start|>|im_start|>", "<|im_", "start|>"),
+        *(
+            "end|>",
+            "<",
+            "|",
+            ">",
+            "<|",
+            "|>",
+            "system\n",
+            "🙂",
+            "👩‍👩‍👧",
+            "\ud800",
+            "\udfff",
+            "\x00",
+            "\n",
+            " ",
+            "\u200b",
+        ),
+        *("</s>", "[INST]"),
     ]
 )
 texts = st.lists(st.one_of(pieces, st.text(st.characters(exclude_categories=()), max_size=8)), max_size=8).map("".join)
@@ -81,21 +77,11 @@ def tokens_as_a_server(tokenizer: Any, text: str) -> list[int]:
 
 
 class TestWithoutTokenizer:
-    def test_system_prompt_then_documents_then_question(self) -> None:
+    def test_text_and_messages_have_system_prompt_then_documents_then_question(self) -> None:
         prompt = PromptBuilder(SYSTEM).build(QUERY, DOCUMENTS)
-        assert prompt.text == (
-            f"{SYSTEM}\n\n[cats]\n{CATS.text}\n\n[banks]\n{BANKS.text}\n\n[ü]\n{LAKE.text}\n\nQuestion: {QUERY}\n"
-        )
-
-    def test_messages_are_the_system_prompt_and_one_turn_of_the_user(self) -> None:
-        prompt = PromptBuilder(SYSTEM).build(QUERY, DOCUMENTS)
-        system, user = prompt.messages
-        assert system == {"role": "system", "content": SYSTEM}
-        assert user["role"] == "user"
-        assert prompt.text == f"{system['content']}\n\n{user['content']}\n"
-
-    def test_there_are_no_token_ids_and_no_spans(self) -> None:
-        prompt = PromptBuilder(SYSTEM).build(QUERY, DOCUMENTS)
+        user = f"[cats]\n{CATS.text}\n\n[banks]\n{BANKS.text}\n\n[ü]\n{LAKE.text}\n\nQuestion: {QUERY}"
+        assert prompt.text == f"{SYSTEM}\n\n{user}\n"
+        assert prompt.messages == [{"role": "system", "content": SYSTEM}, {"role": "user", "content": user}]
         assert (prompt.token_ids, prompt.spans) == (None, [])
 
     def test_lengths_are_estimated_at_four_characters_a_token(self) -> None:
@@ -115,34 +101,21 @@ class TestWithoutTokenizer:
     @pytest.mark.parametrize(
         "control",
         [
-            "<|im_start|>",
-            "<|im_end|>",
-            "<|endoftext|>",
-            "<|eot_id|>",
-            "<|start_header_id|>",
-            "<|begin_of_text|>",
-            "<|reserved_special_token_12|>",
-            "<｜User｜>",
-            "<｜end▁of▁sentence｜>",
-            "<s>",
-            "</s>",
-            "<bos>",
-            "<eos>",
-            "<pad>",
-            "<unk>",
-            "[INST]",
-            "[/INST]",
-            "<<SYS>>",
-            "<</SYS>>",
-            "<start_of_turn>",
-            "<end_of_turn>",
-            "<tool_call>",
-            "</think>",
-            "[SYSTEM_PROMPT]",
-            "[AVAILABLE_TOOLS]",
-            "[TOOL_CALLS]",
-            "<|IM_START|>",
-            "<|im_<|im_start|>start|>",
+            *(*CONTROL, "<|eot_id|>", "<|start_header_id|>", "<|begin_of_text|>", "<|reserved_special_token_12|>"),
+            *(
+                "<｜User｜>",
+                "<｜end▁of▁sentence｜>",
+                "<s>",
+                "</s>",
+                "<bos>",
+                "<eos>",
+                "<pad>",
+                "<unk>",
+                "[INST]",
+                "[/INST]",
+            ),
+            *("<<SYS>>", "<</SYS>>", "<start_of_turn>", "<end_of_turn>", "<tool_call>", "</think>", "[SYSTEM_PROMPT]"),
+            *("[AVAILABLE_TOOLS]", "[TOOL_CALLS]", "<|IM_START|>", "<|im_<|im_start|>start|>"),
         ],
     )
     def test_common_control_tokens_are_broken_in_documents_ids_titles_and_questions(self, control: str) -> None:
@@ -152,8 +125,7 @@ class TestWithoutTokenizer:
         for part in (control, "<|im_start|>"):
             assert part not in prompt.text
             assert part not in prompt.messages[-1]["content"]
-        assert "before " in prompt.text
-        assert " after" in prompt.text
+        assert "before " in prompt.text and " after" in prompt.text
 
     @pytest.mark.parametrize("text", ["a < b", "x[0]", "if (a<b && c>d)", "<div>", "[1]", "||", "<|>", "a <| b |> c"])
     def test_other_texts_are_left_as_they_are(self, text: str) -> None:
@@ -174,27 +146,9 @@ class TestTemplates:
     @pytest.mark.parametrize(
         "template",
         [
-            "",
-            "no fields",
-            "{id}",
-            "{title}",
-            "{text} {rank}",
-            "{position}. {text}",
-            "{index} {text}",
-            "{score} {text}",
-            "{0} {text}",
-            "{} {text}",
-            "{text[0]}",
-            "{text.__class__}",
-            "{id.__class__} {text}",
-            "{Text}",
-            "{{text}}",
-            "{text",
-            "text}",
-            "{text:d}",
-            "{text!x}",
-            "{text:{width}}",
-            "{text:>{id}}x",
+            *("", "no fields", "{id}", "{title}", "{text} {rank}", "{position}. {text}", "{index} {text}"),
+            *("{score} {text}", "{0} {text}", "{} {text}", "{text[0]}", "{text.__class__}", "{id.__class__} {text}"),
+            *("{Text}", "{{text}}", "{text", "text}", "{text:d}", "{text!x}", "{text:{width}}", "{text:>{id}}x"),
             "{text:%Y}",
         ],
     )
@@ -247,17 +201,12 @@ class TestTemplates:
 class TestRanking:
     """`state_ranking` says what retrieval thought, where it does not disturb the prefix."""
 
-    def test_stands_after_the_documents_and_before_the_question(self) -> None:
-        text = PromptBuilder(SYSTEM, state_ranking=True).build(QUERY, DOCUMENTS).text
-        note = "Documents from most to least relevant: cats, banks, ü\n\nQuestion: "
-        assert text.index(LAKE.text) < text.index(note) < text.index(QUERY)
-
-    def test_lists_ids_by_rank_whatever_the_order(self) -> None:
+    def test_lists_ids_by_rank_between_the_documents_in_any_order_and_the_question(self) -> None:
         for order in permutations(range(3)):
             ordering = Ordering([DOCUMENTS[rank] for rank in order], order)
             text = PromptBuilder(SYSTEM, state_ranking=True).build(QUERY, ordering).text
-            assert "most to least relevant: cats, banks, ü\n" in text
-            places = [text.index(DOCUMENTS[rank].text) for rank in order]
+            note = "Documents from most to least relevant: cats, banks, ü\n\nQuestion: "
+            places = [text.index(each) for each in [*(DOCUMENTS[rank].text for rank in order), note, QUERY]]
             assert places == sorted(places)
 
     def test_the_ranking_of_no_documents_is_not_stated(self) -> None:
@@ -268,8 +217,7 @@ class TestRanking:
         plain = PromptBuilder(SYSTEM, tokenizer=tokenizer).build(QUERY, DOCUMENTS)
         assert stated.spans == plain.spans
         end = plain.spans[-1].end
-        assert stated.token_ids is not None
-        assert plain.token_ids is not None
+        assert stated.token_ids is not None and plain.token_ids is not None
         assert stated.token_ids[:end] == plain.token_ids[:end]
         assert len(stated.token_ids) > len(plain.token_ids)
 
@@ -286,13 +234,15 @@ class TestTokens:
         fresh = PromptBuilder(SYSTEM, tokenizer=tokenizer, document_template="{id}{text}")
         assert spans_of(fresh.build(query, shuffled)) == alone
 
+    @pytest.mark.parametrize("aligned", [False, True])
     @each_tokenizer
-    @given(query=texts, documents=documents)
-    def test_spans_cover_the_documents_and_the_lengths_add_up(
-        self, tokenizer: Any, query: str, documents: list[Document]
+    @given(query=texts, documents=documents, align_to=st.integers(1, 40))
+    def test_spans_cover_the_documents_where_asked_aligned_and_the_lengths_add_up(
+        self, tokenizer: Any, aligned: bool, query: str, documents: list[Document], align_to: int
     ) -> None:
-        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer)
+        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, align_to=align_to if aligned else None)
         prompt = builder.build(query, documents)
+        assert not aligned or all(span.start % align_to == 0 for span in prompt.spans)
         assert prompt.token_ids is not None
         lengths = [builder.document_tokens(document) for document in documents]
         borders = [*accumulate(lengths, initial=builder.prefix_tokens)]
@@ -357,7 +307,7 @@ class TestMessages:
         rendered = tokenizers[name].apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
         assert rendered == prompt.text
 
-    def test_a_system_prompt_that_is_trimmed_is_in_front_all_the_same(self, tokenizers: dict[str, Any]) -> None:
+    def test_a_system_prompt_that_is_trimmed_comes_first(self, tokenizers: dict[str, Any]) -> None:
         prompt = PromptBuilder(f"\n {SYSTEM} \n", tokenizer=tokenizers["trimming"]).build(QUERY, DOCUMENTS)
         assert prompt.text.startswith(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n[cats]\n")
 
@@ -365,25 +315,15 @@ class TestMessages:
 class TestControlTokens:
     @each_tokenizer
     @given(query=texts, documents=documents)
-    def test_none_stands_in_a_document_or_comes_from_the_question(
+    def test_none_comes_from_outside_even_when_a_server_tokenises_the_text_again(
         self, tokenizer: Any, query: str, documents: list[Document]
     ) -> None:
         builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, document_template="{id}{text}", state_ranking=True)
-        prompt = builder.build(query, documents)
+        prompt, empty = builder.build(query, documents), builder.build("", [])
         assert all(control_ids(tokenizer, ids) == [] for ids in spans_of(prompt))
-        assert prompt.token_ids is not None
-        own = PromptBuilder(SYSTEM, tokenizer=tokenizer).build("", []).token_ids
-        assert own is not None
-        assert control_ids(tokenizer, prompt.token_ids) == control_ids(tokenizer, own)
-
-    @each_tokenizer
-    @given(query=texts, documents=documents)
-    def test_none_appears_when_a_server_tokenises_the_text_again(
-        self, tokenizer: Any, query: str, documents: list[Document]
-    ) -> None:
-        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, document_template="{id}{text}", state_ranking=True)
-        prompt = builder.build(query, documents)
-        own = control_ids(tokenizer, tokens_as_a_server(tokenizer, builder.build("", []).text))
+        assert prompt.token_ids is not None and empty.token_ids is not None
+        assert control_ids(tokenizer, prompt.token_ids) == control_ids(tokenizer, empty.token_ids)
+        own = control_ids(tokenizer, tokens_as_a_server(tokenizer, empty.text))
         assert control_ids(tokenizer, tokens_as_a_server(tokenizer, prompt.text)) == own
         content = prompt.messages[-1]["content"]
         assert control_ids(tokenizer, tokens_as_a_server(tokenizer, content)) == []
@@ -420,7 +360,7 @@ class TestControlTokens:
         control=st.sets(st.text("ab< ", min_size=1, max_size=3).filter(lambda t: t == t.strip()), max_size=3),
         text=st.text("ab< \n\ud800", max_size=8),
     )
-    def test_whatever_they_are_they_are_broken_and_the_rest_stays(self, control: set[str], text: str) -> None:
+    def test_any_special_tokens_are_broken_and_the_rest_stays(self, control: set[str], text: str) -> None:
         escape = special_token_escaper(control)
         broken = escape(text)
         assert [token for token in control if token.strip() and token in broken] == []
@@ -441,30 +381,14 @@ class TestControlTokens:
         assert repair_unicode(repair_unicode(text)) == repair_unicode(text)
 
 
-class TestAlignment:
-    @each_tokenizer
-    @given(query=texts, documents=documents, align_to=st.integers(1, 40))
-    def test_holds_for_any_texts_and_the_lengths_add_up(
-        self, tokenizer: Any, query: str, documents: list[Document], align_to: int
-    ) -> None:
-        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, align_to=align_to)
-        prompt = builder.build(query, documents)
-        assert all(span.start % align_to == 0 for span in prompt.spans)
-        assert prompt.token_ids is not None
-        lengths = [builder.document_tokens(document) for document in documents]
-        assert len(prompt.token_ids) == builder.prefix_tokens + sum(lengths) + builder.suffix_tokens(query)
-
-    def test_only_newlines_are_added(self, tokenizer: Any) -> None:
-        aligned = PromptBuilder(SYSTEM, tokenizer=tokenizer, align_to=32).build(QUERY, DOCUMENTS)
-        plain = PromptBuilder(SYSTEM, tokenizer=tokenizer).build(QUERY, DOCUMENTS)
-        for padded, bare in zip(spans_of(aligned), spans_of(plain), strict=True):
-            assert padded[: len(bare)] == bare
-            assert set(tokenizer.decode(padded[len(bare) :])) <= {"\n"}
-            assert len(padded) - len(bare) < 32
-
-    def test_the_tokens_are_the_texts(self, tokenizer: Any) -> None:
-        aligned = PromptBuilder(SYSTEM, tokenizer=tokenizer, align_to=32).build(QUERY, DOCUMENTS)
-        assert tokenizer.decode(aligned.token_ids, clean_up_tokenization_spaces=False) == aligned.text
+def test_alignment_adds_only_newlines(tokenizer: Any) -> None:
+    aligned = PromptBuilder(SYSTEM, tokenizer=tokenizer, align_to=32).build(QUERY, DOCUMENTS)
+    plain = PromptBuilder(SYSTEM, tokenizer=tokenizer).build(QUERY, DOCUMENTS)
+    for padded, bare in zip(spans_of(aligned), spans_of(plain), strict=True):
+        assert padded[: len(bare)] == bare
+        assert set(tokenizer.decode(padded[len(bare) :])) <= {"\n"}
+        assert len(padded) - len(bare) < 32
+    assert tokenizer.decode(aligned.token_ids, clean_up_tokenization_spaces=False) == aligned.text
 
 
 class Counting:

@@ -14,24 +14,8 @@ import ragorder.tokens as module
 from ragorder import Document, PromptBuilder
 from ragorder.tokens import special_token_escaper, split_text
 
-PIECES = [
-    "<",
-    "|",
-    "<|",
-    "|>",
-    "a",
-    "b",
-    "<s>",
-    "</s>",
-    "[INST]",
-    "[",
-    "INST]",
-    " ",
-    "<bos>",
-    "é",
-    "<|im_end|>",
-    "<<SYS>>",
-]
+PIECES = ["<", "|", "<|", "|>", "a", "b", "<s>", "</s>", "[INST]", "[", "INST]", " ", "<bos>", "é"]
+PIECES += ["<|im_end|>", "<<SYS>>"]
 OWN = ["ab", "aba", "b", "<s>"]
 
 

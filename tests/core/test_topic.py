@@ -142,20 +142,16 @@ class TestSecrecy:
 class TestOfAnOrderer:
     DOCUMENTS = (Document("a", "one"), Document("b", "two"), Document("c", "three"))
 
-    def test_is_that_of_the_keys(self) -> None:
+    def test_is_that_of_the_keys_and_orders_nothing(self) -> None:
         orderer = Orderer(topics=Topics(SECRET), strict=True)
         expected = Topics(SECRET).of([document.key for document in self.DOCUMENTS], "acme")
         assert orderer.topic(self.DOCUMENTS, scope="acme") == expected
+        assert orderer.tree_size == 0
+        assert orderer.order(self.DOCUMENTS, scope="acme").cached_tokens == 0
 
     def test_reads_other_objects_as_ordering_does(self) -> None:
         orderer = Orderer(key=str.upper, tokens=len, topics=Topics(SECRET), strict=True)
         assert orderer.topic(["a", "b"]) == Topics(SECRET).of(["A", "B"])
-
-    def test_orders_nothing(self) -> None:
-        orderer = Orderer(strict=True)
-        orderer.topic(self.DOCUMENTS)
-        assert orderer.tree_size == 0
-        assert orderer.order(self.DOCUMENTS).cached_tokens == 0
 
     def test_refuses_what_are_no_documents(self) -> None:
         with pytest.raises(TypeError, match="Document"):

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ragorder import Document, Orderer
+from ragorder import Document, Orderer, PromptBuilder
+from ragorder.citations import cited, number_label
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "citations.md"
 # Best first, as retrieval gave them: the cache has them as c, a, b.
@@ -38,8 +39,6 @@ def run(section: str, **given: Any) -> dict[str, Any]:
 def llama_nodes(names: list[str]) -> list[Any]:
     from llama_index.core.schema import NodeWithScore, TextNode
 
-    from ragorder.citations import number_label
-
     nodes = [TextNode(id_=each, text=text(each), metadata={"label": number_label(text(each))}) for each in names]
     return [NodeWithScore(node=node, score=1 / rank) for rank, node in enumerate(nodes, 1)]
 
@@ -67,9 +66,6 @@ def test_every_section_with_code_is_run_here() -> None:
 
 
 def test_labels_that_do_not_move(orderer: Orderer) -> None:
-    from ragorder import PromptBuilder
-    from ragorder.citations import number_label
-
     documents = {each: Document(each, text(each)) for each in RANKED}
     orderer.order([documents[each] for each in IN_THE_PROMPT])
     names = run(
@@ -90,7 +86,6 @@ def test_labels_in_langchain_are_the_same_in_every_order(orderer: Orderer) -> No
     from langchain_core.runnables import RunnableLambda
 
     from ragorder.adapters.langchain import CacheOrderTransformer
-    from ragorder.citations import cited, number_label
 
     def show(documents: list[Document]) -> str:
         return "\n\n".join(f"[{number_label(each.page_content)}] {each.page_content}" for each in documents)
@@ -117,7 +112,6 @@ def test_sources_and_numbers_agree_in_llama_index(orderer: Orderer) -> None:
     from llama_index.core.query_engine import CitationQueryEngine
 
     from ragorder.adapters.llama_index import CacheOrderPostprocessor
-    from ragorder.citations import number_label
 
     postprocessor = CacheOrderPostprocessor(orderer)
     postprocessor.postprocess_nodes(llama_nodes(IN_THE_PROMPT))

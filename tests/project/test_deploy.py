@@ -74,6 +74,11 @@ def commands(where: str) -> list[list[str]]:
     return [arguments(container, manifests) for container in containers(manifests, "ragorder")]
 
 
+def passes(*command: str | Path) -> None:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def parsed(command: list[str]) -> click.Context:
     """Parse a command as click does; TestServed sees that it serves, too."""
     name, *options = command
@@ -127,10 +132,7 @@ class TestImage:
         assert {canonicalize_name(each["name"]): each["version"] for each in chosen} == pinned()
 
     def test_hadolint_finds_nothing(self) -> None:
-        done = subprocess.run(
-            [tool("hadolint"), str(DEPLOY / "Containerfile")], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        passes(tool("hadolint"), DEPLOY / "Containerfile")
 
 
 class TestCommands:
@@ -138,7 +140,7 @@ class TestCommands:
     def test_every_option_exists_and_has_a_value_that_it_takes(self, where: str) -> None:
         contexts = [parsed(command) for command in commands(where)]
         found = [context.params for context in contexts]
-        # Beside an engine, in front of a router, or both.
+        # Beside an engine, before a router, or both.
         fronts = {"compose": 0, "kubernetes/base": 0, "kubernetes/front": 1, "routers/dynamo": 0}.get(where, 1)
         assert sum(context.info_name == "route" for context in contexts) == fronts
         assert len(found) == 1 + (where.startswith("routers/") and where != "routers/dynamo")
@@ -183,10 +185,8 @@ class TestCompose:
         found: dict[str, Any] = compose["services"]
         return found
 
-    def test_has_what_is_promised(self, services: dict[str, Any]) -> None:
+    def test_has_four_services_that_publish_on_this_machine_only(self, services: dict[str, Any]) -> None:
         assert set(services) == {"vllm", "ragorder", "prometheus", "grafana"}
-
-    def test_publishes_on_this_machine_only(self, services: dict[str, Any]) -> None:
         published = [port for each in services.values() for port in each.get("ports", [])]
         assert sorted(published) == ["127.0.0.1:3000:3000", f"127.0.0.1:{PORT}:{PORT}", "127.0.0.1:9090:9090"]
 
@@ -229,20 +229,8 @@ class TestCompose:
 
     def test_is_compose_by_its_schema(self) -> None:
         pytest.importorskip("check_jsonschema")
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "check_jsonschema",
-                "--builtin-schema",
-                "vendor.compose-spec",
-                DEPLOY / "compose.yaml",
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        check = (sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec")
+        passes(*check, DEPLOY / "compose.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -272,9 +260,8 @@ class TestServed:
         if where != "compose":
             manifests = render(DEPLOY / where)
             (container,) = containers(manifests, "ragorder")
-            environment = {
-                name: f"test-{value}" for name, value in variables(container, manifests).items() if "RAGORDER" in name
-            }
+            every = variables(container, manifests).items()
+            environment = {name: f"test-{value}" for name, value in every if "RAGORDER" in name}
         with launching(ServeProcess, sys.executable, "-m", "ragorder", *command, **environment) as launch:
             process = launch()
             url = f"http://127.0.0.1:{process.url.rpartition(':')[2]}"

@@ -15,7 +15,9 @@ from ragorder.adapters.proxy.app import PROBES
 from ragorder.cli.proxy import ROUTED, ServerSettings
 from ragorder.topic import checked_header
 
-BASE, FRONT = DEPLOY / "kubernetes" / "base", DEPLOY / "kubernetes" / "front"
+yaml = pytest.importorskip("yaml")
+
+BASE = DEPLOY / "kubernetes" / "base"
 ROUTERS = DEPLOY / "routers"
 COMPONENTS = ("kv-events", "keyless", "monitoring")
 PORT = ServerSettings.model_fields["port"].default
@@ -183,9 +185,8 @@ class TestComponents:
 
     def test_keyless_takes_the_clients_key_and_no_other(self, everything: tuple[dict[str, Any], ...]) -> None:
         (before,), (after,) = containers(render(BASE), "ragorder"), containers(everything, "ragorder")
-        assert {each["name"] for each in before["env"]} - {each["name"] for each in after["env"]} == {
-            "RAGORDER_PROXY_API_KEY"
-        }
+        left = {each["name"] for each in before["env"]} - {each["name"] for each in after["env"]}
+        assert left == {"RAGORDER_PROXY_API_KEY"}
 
     def test_the_operator_scrapes_the_proxy_as_the_job_of_the_alerts(
         self, everything: tuple[dict[str, Any], ...]
@@ -204,20 +205,21 @@ class TestComponents:
 
 
 class TestRouters:
-    def front(self, name: str) -> list[str]:
+    def front(self, name: str) -> tuple[list[str], dict[str, str]]:
+        """Arguments and variables of the proxy before the router."""
         manifests = render(ROUTERS / name)
         (front,) = [each for each in containers(manifests, "ragorder") if "--topic-header" in each["args"]]
-        return arguments(front, manifests)
+        return arguments(front, manifests), variables(front, manifests)
 
     def header(self, name: str) -> str:
-        given = self.front(name)
+        given, _ = self.front(name)
         return checked_header(given[given.index("--topic-header") + 1])
 
     def llm_d(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Its values, the picker's configuration in them, and the parameters of its plugins."""
         (values,) = documents(ROUTERS / "llm-d" / "values.yaml")
         picker = values["router"]["epp"]
-        (config,) = load(picker["pluginsCustomConfig"][picker["pluginsConfigFile"]])
+        config = yaml.safe_load(picker["pluginsCustomConfig"][picker["pluginsConfigFile"]])
         return values, config, {each["type"]: each.get("parameters", {}) for each in config["plugins"]}
 
     def test_llm_d_keeps_the_topics_header_together(self) -> None:
@@ -265,8 +267,7 @@ class TestRouters:
         assert model in {each["metadata"]["name"] for each in of_kind(manifests, "Service")}
 
     def test_dynamo_gets_ordered_requests_with_topics(self) -> None:
-        given = self.front("dynamo")
-        assert given[0] == "serve"
+        assert self.front("dynamo")[0][0] == "serve"
         assert self.header("dynamo") == "X-Dynamo-Session-ID"
         manifests = render(ROUTERS / "dynamo")
         (deployment,) = of_kind(manifests, "Deployment")
@@ -278,16 +279,9 @@ class TestRouters:
 
     def test_fronts_agree_on_topics(self) -> None:
         for name in ("llm-d", "production-stack", "aibrix", "dynamo"):
-            manifests = render(ROUTERS / name)
-            (front,) = [each for each in containers(manifests, "ragorder") if "--topic-header" in each["args"]]
-            assert variables(front, manifests)["RAGORDER_TOPIC_SECRET"] == "topic-secret"  # noqa: S105
+            assert self.front(name)[1]["RAGORDER_TOPIC_SECRET"] == "topic-secret"  # noqa: S105
 
     def assert_selects(self, name: str, labels: dict[str, str]) -> None:
         selected = [pod for pod in pods(render(ROUTERS / name)) if labels.items() <= pod["metadata"]["labels"].items()]
         assert len(selected) == 1
         assert "vllm" in {each["name"] for each in selected[0]["spec"]["initContainers"]}
-
-
-def load(text: str) -> Any:
-    yaml = pytest.importorskip("yaml")
-    return yaml.safe_load_all(text)

@@ -26,7 +26,6 @@ PAGES = [
     ROOT / "notebooks" / "README.md",
 ]
 
-
 # Pages that nobody writes by hand: the first includes the README, claims.toml makes the second.
 WRITTEN = [path for path in PAGES if path.parent.name == "docs" and path.stem not in ("index", "claims")]
 # Options of other programs that a page names.
@@ -133,22 +132,10 @@ def test_the_readme_fits_a_first_reading_and_says_what_is_not_measured() -> None
     text = (ROOT / "README.md").read_text("utf-8")
     assert text.count("\n") <= 95
     parts = (
-        "docs/why.svg",
-        "```python",
-        "git clone",
-        "make demo",
-        "make test",
-        "not on the package index",
-        "| LangChain |",
-        "ragorder serve",
-        "**Does it help me?**",
-        "It does not help agents",
-        "ragorder replay --example",
-        "**How many prompts move?**",
-        "## Results",
-        "**Not measured yet**: vLLM on a GPU",
-        "| vLLM |",
-        "docs/index.md",
+        *("docs/why.svg", "```python", "git clone", "make demo", "make test", "not on the package index"),
+        *("| LangChain |", "ragorder serve", "**Does it help me?**", "It does not help agents"),
+        *("ragorder replay --example", "**How many prompts move?**", "## Results"),
+        *("**Not measured yet**: vLLM on a GPU", "| vLLM |", "docs/index.md"),
     )
     places = [text.find(part) for part in parts]
     assert -1 not in places and places == sorted(places)

@@ -14,60 +14,22 @@ from typing import Any
 import pytest
 
 PACKAGES = (
-    "ragorder",
-    "ragorder.adapters.dspy",
-    "ragorder.adapters.haystack",
-    "ragorder.adapters.haystack",
-    "ragorder.adapters.http_client",
-    "ragorder.adapters.langchain",
-    "ragorder.adapters.llama_index",
-    "ragorder.adapters.observing",
-    "ragorder.adapters.openai",
-    "ragorder.adapters.openai.pipelined",
-    "ragorder.adapters.vllm.async_engine",
-    "ragorder.adapters.vllm.cache_config",
-    "ragorder.adapters.vllm.kv_events",
-    "ragorder.ordering",
-    "ragorder.clouds",
-    "ragorder.kernels.cache",
-    "ragorder.kernels.engine",
-    "ragorder.kernels.store",
-    "ragorder.pipelining",
-    "ragorder.trie.registry",
-    "ragorder.trie.residency.blocks",
-    "ragorder.trie.tree",
+    *("ragorder", "ragorder.ordering", "ragorder.clouds", "ragorder.pipelining", "ragorder.adapters.dspy"),
+    *("ragorder.adapters.haystack", "ragorder.adapters.http_client", "ragorder.adapters.langchain"),
+    *("ragorder.adapters.llama_index", "ragorder.adapters.observing", "ragorder.adapters.openai"),
+    *("ragorder.adapters.openai.pipelined", "ragorder.adapters.vllm.async_engine"),
+    *("ragorder.adapters.vllm.cache_config", "ragorder.adapters.vllm.kv_events"),
+    *("ragorder.kernels.cache", "ragorder.kernels.engine", "ragorder.kernels.store"),
+    *("ragorder.trie.registry", "ragorder.trie.residency.blocks", "ragorder.trie.tree"),
 )
-
+# Classes that a caller receives and does not make.
 RESULTS = {
-    "AsyncOrderedStream",
-    "Borrowed",
-    "ChatTurn",
-    "CloudRequest",
-    "Contents",
-    "KVLease",
-    "Node",
-    "OrderedStream",
-    "PathContents",
-    "PipelinedStream",
-    "SyncStream",
+    *("AsyncOrderedStream", "Borrowed", "ChatTurn", "CloudRequest", "Contents", "KVLease", "Node", "OrderedStream"),
+    *("PathContents", "PipelinedStream", "SyncStream"),
 }
-"""Classes that a caller receives and does not make."""
-
 RUNNABLE = (
-    "Batch",
-    "CacheAwareQueue",
-    "Document",
-    "EngineBlocks",
-    "EngineLoad",
-    "KnowledgeTree",
-    "Metrics",
-    "ObservedOrderer",
-    "Orderer",
-    "Ordering",
-    "Settings",
-    "StagedHNSW",
-    "StagedIVF",
-    "Tracing",
+    *("Batch", "CacheAwareQueue", "Document", "EngineBlocks", "EngineLoad", "KnowledgeTree", "Metrics"),
+    *("ObservedOrderer", "Orderer", "Ordering", "Settings", "StagedHNSW", "StagedIVF", "Tracing"),
 )
 
 
@@ -77,22 +39,13 @@ def public_classes(package: str) -> Iterator[type[Any]]:
     own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == package]
     for name in getattr(module, "__all__", own):
         value = getattr(module, name)
-        if (
-            name.startswith("_")
-            or not inspect.isclass(value)
-            or issubclass(value, BaseException | tuple | Enum)
-            or name in RESULTS
-        ):
+        if name.startswith("_") or name in RESULTS or not inspect.isclass(value):
             continue
-        if getattr(value, "_is_protocol", False) or not value.__module__.startswith("ragorder"):
+        if issubclass(value, BaseException | tuple | Enum) or getattr(value, "_is_protocol", False):
             continue
-        if (
-            hasattr(value, "__dataclass_fields__")
-            and not hasattr(value, "generate")
-            and name not in ("Document", "Ordering")
-        ):
-            continue
-        yield value
+        record = hasattr(value, "__dataclass_fields__") and not hasattr(value, "generate")
+        if value.__module__.startswith("ragorder") and (not record or name in ("Document", "Ordering")):
+            yield value
 
 
 def example(cls: type[Any]) -> str:
@@ -120,6 +73,7 @@ def surroundings(cls: type[Any]) -> dict[str, Any]:
     """The names that examples use without making them."""
     import ragorder
     from ragorder import pipelining
+    from ragorder.adapters import observing
 
     documents = [ragorder.Document(name, name * 80) for name in "abc"]
 
@@ -145,14 +99,8 @@ def surroundings(cls: type[Any]) -> dict[str, Any]:
         "requests": [documents, documents[::-1]],
         "serve": lambda *_: None,
         "url": "http://host:8000",
-        **observing(),
+        **{name: getattr(observing, name) for name in observing.__all__},
     }
-
-
-def observing() -> dict[str, Any]:
-    from ragorder.adapters import observing
-
-    return {name: getattr(observing, name) for name in observing.__all__}
 
 
 def flat_index(name: str) -> Any:

@@ -16,16 +16,12 @@ from support.serve_process import SERVE, ServeProcess, launching
 pytestmark = pytest.mark.merge
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-
 CHATS = [
     ("langchain_chat.py", ("langchain_classic", "langchain_openai")),
     ("langgraph_chat.py", ("langgraph", "langchain_openai")),
     ("llama_index_chat.py", ("llama_index.llms.openai_like",)),
     ("haystack_chat.py", ("haystack",)),
 ]
-
-
 Run = Callable[..., str]
 
 
@@ -104,7 +100,7 @@ def test_the_pipelined_client(vllm_server: Any, run: Run) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("example", ["pipelined.py", "conversation.py"])
 def test_what_smollm2_says_is_in_the_documentation(example: str, smollm2_folder: Path, run: Run) -> None:
-    """On the embedded engine: the texts, whatever the stages and the cached tokens of that run were."""
+    """On the embedded engine: the texts, without the stages and the cached tokens of that run."""
     need("openai", "starlette")
     options = ("--model", "smollm2", "--dtype", "float32", "--profile", "none", "--port", "0")
     with launching(ServeProcess, *SERVE[:-1], "engine", *options) as serve:
@@ -144,7 +140,7 @@ def test_a_framework(vllm_server: Any, run: Run, example: str, needs: tuple[str,
     cached = cached_tokens(printed)
     assert len(cached) == 4
     assert cached[0] == 0
-    # More than what stands in front of the documents, which every question after the first finds.
+    # More than what stands before the documents, which every question after the first finds.
     assert max(cached) > min(cached[1:])
 
 

@@ -44,28 +44,32 @@ def own_python_files(folder: str) -> list[Path]:
     ]
 
 
+def in_git(*options: str) -> list[str]:
+    """Files of the checkout, as git lists them."""
+    command = [shutil.which("git") or "git", "ls-files", "-z", *options]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    return [name for name in listing.stdout.decode().split("\0") if name]
+
+
+def printed(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The sdist, and the wheel made from it, of a copy of what git would know."""
     pytest.importorskip("build")
-    git = shutil.which("git")
-    if git is None or not (ROOT / ".git").exists():
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("needs the git repository")
     copy = tmp_path_factory.mktemp("copy")
-    listing = subprocess.run(
-        [git, "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
-    )
-    for name in filter(None, listing.stdout.decode().split("\0")):
+    for name in in_git("--cached", "--others", "--exclude-standard"):
         if os.path.lexists(ROOT / name):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
-    done = subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", "--outdir", copy / "out", copy],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", copy / "out", copy]
+    done = subprocess.run(build, capture_output=True, text=True, check=False)
+    printed(done)
     (sdist,), (wheel,) = (copy / "out").glob("*.tar.gz"), (copy / "out").glob("*.whl")
     log = copy / "out" / "build.log"
     log.write_text(done.stdout + done.stderr, "utf-8")
@@ -91,9 +95,7 @@ class TestImport:
             "assert not logging.getLogger().handlers\n"
             "assert [type(h).__name__ for h in logging.getLogger('ragorder').handlers] == ['NullHandler']"
         )
-        done = python("-c", script)
-        assert done.returncode == 0, done.stderr
-        loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
+        loaded = {name.partition(".")[0] for name in json.loads(printed(python("-c", script)))}
         assert "ragorder" in loaded
         assert loaded.isdisjoint(HEAVY)
 
@@ -102,9 +104,8 @@ class TestImport:
     def test_the_embedded_engine_loads_no_server_of_batches(self, python: Any, module: str) -> None:
         pytest.importorskip("torch")
         pytest.importorskip("transformers")
-        done = python("-c", f"import sys, json, {module}; print(json.dumps(sorted(sys.modules)))")
-        assert done.returncode == 0, done.stderr
-        assert not [name for name in json.loads(done.stdout) if name.startswith("ragorder.pipelining.batching")]
+        loaded = printed(python("-c", f"import sys, json, {module}; print(json.dumps(sorted(sys.modules)))"))
+        assert not [name for name in json.loads(loaded) if name.startswith("ragorder.pipelining.batching")]
 
 
 class TestTree:
@@ -120,22 +121,18 @@ class TestTree:
     @pytest.mark.slow
     def test_transformers_models_can_be_imported_from_the_root(self, python: Any) -> None:
         pytest.importorskip("transformers")
-        done = python("-c", "from transformers.models.llama import modeling_llama", cwd=ROOT)
-        assert done.returncode == 0, done.stderr
+        printed(python("-c", "from transformers.models.llama import modeling_llama", cwd=ROOT))
 
     def test_from_the_root_a_folder_is_one_module(self, python: Any) -> None:
         script = "".join(f"import ragorder.{name} as m; print(m.__name__, *m.__path__)\n" for name in LINKED)
-        done = python("-c", script, cwd=ROOT)
-        assert done.returncode == 0, done.stderr
-        for folder, line in zip(LINKED, done.stdout.splitlines(), strict=True):
+        for folder, line in zip(LINKED, printed(python("-c", script, cwd=ROOT)).splitlines(), strict=True):
             name, path = line.split()
             assert (name, os.path.realpath(path)) == (f"ragorder.{folder}", str(ROOT / folder))
 
     def test_every_folder_with_python_files_is_listed_as_a_package(self) -> None:
         listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"])
         needed = {name.rpartition("/")[0].replace("/", ".") for name in sources()}
-        assert needed <= listed
-        assert listed - needed == set(), "no packages that do not exist"
+        assert listed == needed, "and no packages that do not exist"
 
     def test_every_package_at_the_root_is_mapped_to_its_folder(self) -> None:
         table = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["package-dir"]
@@ -223,27 +220,22 @@ class TestWheel:
     def test_installed_it_is_not_the_source_tree(self, built: dict[str, Path], python: Any, tmp_path: Path) -> None:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
         arguments = [*pip, "--target", tmp_path / "site", built["wheel"]]
-        installed = subprocess.run(arguments, capture_output=True, text=True, check=False)
-        assert installed.returncode == 0, installed.stderr
+        printed(subprocess.run(arguments, capture_output=True, text=True, check=False))
         script = (
             "import ragorder, ragorder.trie.tree, ragorder.trie.search, ragorder.eval.engines.sim, ragorder.cli\n"
             "print(ragorder.__file__); print(ragorder.trie.tree.__file__)\n"
             "print(ragorder.Orderer(strict=True).order([ragorder.Document('a', 'text')]).documents[0].id)"
         )
         # -S leaves out the editable install; the venv's own packages come by the path.
-        done = python("-S", "-c", script, path=(tmp_path / "site", sysconfig.get_path("purelib")))
-        assert done.returncode == 0, done.stderr
-        package, tree, id = done.stdout.split()
+        path = (tmp_path / "site", sysconfig.get_path("purelib"))
+        package, tree, id = printed(python("-S", "-c", script, path=path)).split()
         assert Path(package) == tmp_path / "site" / "ragorder" / "__init__.py"
         assert Path(tree) == tmp_path / "site" / "ragorder" / "trie" / "tree.py"
         assert id == "a"
-        path = (tmp_path / "site", sysconfig.get_path("purelib"))
-        replayed = python("-S", "-m", "ragorder", "replay", "--example", path=path, cwd=tmp_path)
-        assert replayed.returncode == 0, replayed.stderr
-        assert "Replay of example.jsonl" in replayed.stdout and "400 requests, 2 tenants" in replayed.stdout
-        asked = python("-S", "-m", "ragorder", "eval", "quality", "--dry-run", "-o", tmp_path / "out", path=path)
-        assert asked.returncode == 0, asked.stderr
-        assert "the sample, given the accepted answer" in asked.stdout
+        replayed = printed(python("-S", "-m", "ragorder", "replay", "--example", path=path, cwd=tmp_path))
+        assert "Replay of example.jsonl" in replayed and "400 requests, 2 tenants" in replayed
+        quality = ("eval", "quality", "--dry-run", "-o", tmp_path / "out")
+        assert "the sample, given the accepted answer" in printed(python("-S", "-m", "ragorder", *quality, path=path))
 
 
 def names_in(sdist: Path) -> set[str]:
@@ -262,12 +254,8 @@ class TestSdist:
         assert {str(path.relative_to(ROOT)) for path in suites} <= files
 
     def test_holds_what_its_tests_need(self, built: dict[str, Path]) -> None:
-        files = names_in(built["sdist"])
-        git = subprocess.run(
-            [shutil.which("git") or "git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
-        )
-        tracked = {name for name in git.stdout.decode().split("\0") if (ROOT / name).is_file()}
-        assert tracked <= files, "the links alone are missing, and the tests make them"
+        tracked = {name for name in in_git() if (ROOT / name).is_file()}
+        assert tracked <= names_in(built["sdist"]), "the links alone are missing, and the tests make them"
 
     @pytest.mark.slow
     def test_unpacked_it_runs_its_tests(self, built: dict[str, Path], tmp_path: Path) -> None:
@@ -277,21 +265,15 @@ class TestSdist:
         assert not (folder / "ragorder" / "trie").exists()
         tests = ["tests/trie/test_sketch.py", "tests/core/test_guards.py", "tests/eval/test_virtual.py"]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+        def run(*command: str) -> str:
+            given: Any = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+            return printed(subprocess.run([sys.executable, *command], check=False, **given))
+
+        run("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
         assert os.readlink(folder / "ragorder" / "trie") == "../trie"
-        script = "import ragorder.trie.tree as tree; print(tree.__file__)"
-        shown = subprocess.run(
-            [sys.executable, "-c", script], cwd=folder, env=environment, capture_output=True, text=True, check=True
-        )
-        assert Path(shown.stdout.strip()) == folder / "ragorder" / "trie" / "tree.py"
+        shown = run("-c", "import ragorder.trie.tree as tree; print(tree.__file__)")
+        assert Path(shown.strip()) == folder / "ragorder" / "trie" / "tree.py"
 
     def test_nothing_is_said_to_be_ignored(self, built: dict[str, Path]) -> None:
         log = built["log"].read_text("utf-8")

@@ -21,20 +21,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-W",
-        "-q",
-        "-b",
-        "html",
-        "-d",
-        f"{folder}/trees",
-        "docs",
-        f"{folder}/html",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    sphinx = [sys.executable, "-m", "sphinx", "-W", "-q", "-b", "html", "-d", f"{folder}/trees", "docs"]
+    done = subprocess.run([*sphinx, f"{folder}/html"], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder / "html"
 

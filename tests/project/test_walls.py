@@ -26,24 +26,30 @@ for name, module in list(sys.modules.items()):
 
 
 @cache
-def imports() -> dict[str, set[str]]:
-    """The modules that each of ours imports, for type checkers and inside functions as well."""
-    modules = {}
+def modules() -> dict[str, Path]:
+    """Ours, by name."""
+    found = {}
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.py"):
             parts = path.relative_to(ROOT).with_suffix("").parts
             if folder != "ragorder" or parts[1] not in FOLDERS:
                 name = ".".join(parts if folder == "ragorder" else ("ragorder", *parts))
-                modules[name.removesuffix(".__init__")] = path
+                found[name.removesuffix(".__init__")] = path
+    return found
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """The modules that each of ours imports, for type checkers and inside functions as well."""
     graph: dict[str, set[str]] = {}
-    for name, path in modules.items():
+    for name, path in modules().items():
         found = set()
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module is not None:
                 found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
             elif isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
-        whole = {each for each in found if each in modules}
+        whole = {each for each in found if each in modules()}
         # `from package import module` imports both, but the package is no part of a circle with its own modules.
         graph[name] = {each for each in whole if each != name and not name.startswith(f"{each}.")}
     return graph
@@ -111,14 +117,10 @@ def test_the_tree_of_errors_is_drawn_whole() -> None:
         if module:
             drawn[name] = module[0], above[depth - 1]
     defined = {}
-    for folder in set(FOLDERS) - {"eval", "benchmarks"}:
-        for path in (ROOT / folder).rglob("*.py"):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            if folder == "ragorder" and parts[1] in FOLDERS:
-                continue
+    for name, path in modules().items():
+        if not name.startswith(("ragorder.eval", "ragorder.benchmarks")):
             for node in ast.parse(path.read_text("utf-8")).body:
                 if isinstance(node, ast.ClassDef) and node.name.endswith("Error") and node.name[0] != "_":
-                    name = ".".join(parts if folder == "ragorder" else ("ragorder", *parts))
                     defined[node.name] = name, ast.unparse(node.bases[0]).rpartition(".")[2]
     del defined["RagorderError"]
     assert drawn == defined

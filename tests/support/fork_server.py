@@ -45,8 +45,6 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 # pyarrow, which pandas imports, starts one that frees memory.
 _NO_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
-_BINDING = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-
 _IMPORTS_S = 240.0
 _FORK_S = 30.0
 

@@ -1,4 +1,4 @@
-"""Residency by events: the tree follows the engine, with other clients as well, and predicts its next steps."""
+"""Residency by events: the tree follows the engine, with other clients too, and predicts its next steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DOCUMENTS = 12
 
 
 def token_ids(document: Document) -> list[int]:
-    """The tokens of a document, of which no other has any."""
+    """The tokens of a document, all its own."""
     number = int(document.id)
     return list(range(1000 * number + 100, 1000 * number + 100 + document.token_count))
 
@@ -131,21 +131,27 @@ class Live:
         self.in_flight.append((ordering, handle, reported))
         return ordering.cached_tokens, reported
 
-    def end(self) -> None:
+    def end(self, *, served: bool = True) -> None:
         ordering, handle, reported = self.in_flight.popleft()
         self.engine.sim.finish(handle)
-        ordering.confirm(reported, self.total_tokens)
-
-    def discard(self) -> None:
-        ordering, handle, _ = self.in_flight.popleft()
-        self.engine.sim.finish(handle)
-        ordering.discard()
+        ordering.confirm(reported, self.total_tokens) if served else ordering.discard()
 
     def serve(self, numbers: Sequence[int], **options: Any) -> tuple[int, int]:
         both = self.begin(numbers, **options)
         self.engine.tell()
         self.end()
         return both
+
+    def do(self, step: str, value: Any, **options: Any) -> Any:
+        """A step of a property, where it can be taken."""
+        if step in ("serve", "begin"):
+            return getattr(self, step)(value, **options)
+        if step == "foreign":
+            self.engine.foreign(value)
+        elif step in ("tell", "clear"):
+            getattr(self.engine, step)()
+        elif self.in_flight:
+            self.end(served=step == "end")
 
     def settle(self) -> None:
         """Everything is answered, and everything told."""
@@ -154,7 +160,7 @@ class Live:
         self.engine.tell()
 
     def check(self, exact: bool = True) -> None:
-        """The tree is sound, and each path is held as far as it says, or at least that far."""
+        """The tree is sound, and of each path the engine holds what it says, or at least that."""
         residency, pool = self.residency, self.residency.pool
         residency.refresh()
         prompts: dict[Node, list[int]] = {}
@@ -176,53 +182,44 @@ class Live:
         # An empty document makes two paths of the same tokens.
         assert len(pool.watched) <= sum(len(known.blocks) for known in residency._contents.values())
         assert {node for _, node in pool.watched.values()} <= set(prompts)
-        behind = sum(use.suffix_blocks for use in pool.log)
-        assert pool.used_blocks == behind + sum(node.blocks - node.missing for node in prompts)
+        suffixes = sum(use.suffix_blocks for use in pool.log)
+        assert pool.used_blocks == suffixes + sum(node.blocks - node.missing for node in prompts)
         pool.capacity_blocks = 0
         pool.make_room(residency)
-        assert pool.used_blocks == 0, "whatever is held has its turn to go"
+        assert pool.used_blocks == 0, "all that is held has its turn to go"
 
 
-class Tables:
-    """The tables of several processes, each of which hears what the engine says."""
-
-    def __init__(self) -> None:
-        self.all: list[EngineBlocks] = []
+class Tables(list[EngineBlocks]):
+    """The tables of several processes: each hears what the engine says."""
 
     def store(self, *event: Any) -> None:
-        for table in self.all:
+        for table in self:
             table.store(*event)
 
     def remove(self, *event: Any) -> None:
-        for table in self.all:
+        for table in self:
             table.remove(*event)
 
     def clear(self) -> None:
-        for table in self.all:
+        for table in self:
             table.clear()
 
 
 def make_workers(count: int, lengths: Sequence[int], capacity_blocks: int, **options: Any) -> list[Live]:
-    """Orderers in processes of their own, in front of one engine."""
-    tables = Tables()
+    """Orderers in processes of their own, with one engine."""
     workers = [Live(lengths, capacity_blocks, **options) for _ in range(count)]
     for number, worker in enumerate(workers):
-        tables.all.append(worker.blocks)
         worker.engine = workers[0].engine
         worker.served = 10**5 * number
-    workers[0].engine.blocks = tables  # type: ignore[assignment]
+    workers[0].engine.blocks = Tables(worker.blocks for worker in workers)  # type: ignore[assignment]
     return workers
 
 
 REQUESTS = st.lists(st.integers(0, DOCUMENTS - 1), min_size=1, max_size=5, unique=True)
 STEP = st.one_of(
-    st.tuples(st.just("serve"), REQUESTS),
-    st.tuples(st.just("begin"), REQUESTS),
-    st.tuples(st.just("end"), st.none()),
-    st.tuples(st.just("tell"), st.none()),
+    *(st.tuples(st.just(step), REQUESTS) for step in ("serve", "begin")),
+    *(st.tuples(st.just(step), st.none()) for step in ("end", "tell", "discard", "clear")),
     st.tuples(st.just("foreign"), st.integers(1, 120)),
-    st.tuples(st.just("discard"), st.none()),
-    st.tuples(st.just("clear"), st.none()),
 )
 STEPS = st.lists(STEP, max_size=60)
 LENGTHS = st.lists(st.integers(0, 30), min_size=DOCUMENTS, max_size=DOCUMENTS)
@@ -245,41 +242,36 @@ class TestExactness:
         live = Live(lengths, capacity_blocks, feedback=feedback, max_nodes=max_nodes)
         live.serve([0])
         for step, value in steps:
-            if step == "serve":
-                live.serve(value, suffix_tokens=suffix_tokens)
-            elif step == "begin" and len(live.in_flight) < 3:
-                live.begin(value, suffix_tokens=suffix_tokens)
-            elif step == "end" and live.in_flight:
-                live.end()
-            elif step == "tell":
-                live.engine.tell()
-            elif step == "foreign":
-                live.engine.foreign(value)
-            elif step == "discard" and live.in_flight:
-                live.discard()
-            elif step == "clear" and not live.in_flight:
-                live.engine.clear()
+            if not ((step == "begin" and len(live.in_flight) == 3) or (step == "clear" and live.in_flight)):
+                live.do(step, value, suffix_tokens=suffix_tokens)
         live.settle()
         live.check(exact=max_nodes > 4)
 
+    @pytest.mark.parametrize("processes", [1, 3])
     @settings(max_examples=examples(200))
-    @given(LENGTHS, st.integers(40, 200), STEPS, st.sampled_from([None, 0, 3, 40]))
-    def test_a_request_alone_is_predicted_to_the_token_with_other_clients(
-        self, lengths: list[int], capacity_blocks: int, steps: list[tuple[str, Any]], suffix_tokens: int | None
+    @given(
+        LENGTHS,
+        st.integers(40, 200),
+        st.lists(st.tuples(st.integers(0, 2), STEP), max_size=60),
+        st.sampled_from([None, 0, 3, 40]),
+    )
+    def test_each_request_alone_is_predicted_to_the_token_with_other_clients_and_processes(
+        self, processes: int, lengths: list[int], capacity_blocks: int, steps: list[Any], suffix_tokens: int | None
     ) -> None:
-        live = Live(lengths, capacity_blocks)
-        for step, value in steps:
+        workers = make_workers(processes, lengths, capacity_blocks)
+        for turn, (step, value) in steps:
+            worker = workers[turn % processes]
             if step in ("serve", "begin"):
-                predicted, reported = live.serve(value, suffix_tokens=suffix_tokens)
+                predicted, reported = worker.serve(value, suffix_tokens=suffix_tokens)
                 assert predicted - reported in (0, BLOCK), "a prompt of whole blocks has its last one computed again"
                 prompt_tokens = len(SYSTEM) + sum(lengths[number] for number in value) + 1
                 assert predicted == reported or predicted >= prompt_tokens - BLOCK
-            elif step == "foreign":
-                live.engine.foreign(value)
-                live.engine.tell()
-            elif step == "clear":
-                live.engine.clear()
-                live.engine.tell()
+            elif step in ("foreign", "clear"):
+                worker.do(step, value)
+                worker.engine.tell()
+        for worker in workers:
+            if scopes_of(worker.orderer):
+                worker.check()
 
     def test_an_answer_before_its_events_spoils_no_prediction(self) -> None:
         live = Live([8] * 12, 20, suffix_tokens=3)
@@ -325,8 +317,7 @@ class TestExactness:
         live.serve([1])
         live.begin([2, 3])  # takes the room of the first
         live.end()
-        predicted, reported = live.begin([0])
-        assert predicted == reported == 8
+        assert live.begin([0]) == (8, 8)
 
     def test_a_failed_request_does_not_fill_what_it_had_lost(self) -> None:
         live = Live([20, 20, 20], 40, suffix_tokens=3)
@@ -336,8 +327,7 @@ class TestExactness:
         live.engine.tell()
         live.residency.refresh()
         ordering.discard()
-        predicted, reported = live.begin([0, 1])
-        assert predicted == reported == 0
+        assert live.begin([0, 1]) == (0, 0)
 
     def test_lengths_that_others_have_learned_move_no_node(self) -> None:
         """With events tokens are known, and lengths are of all orderers of an engine."""
@@ -370,15 +360,14 @@ class TestExactness:
         live.serve([0])
         live.total_tokens = 31 + 30
         live.serve([1], answer_tokens=30)
-        predicted, reported = live.begin([0])
-        assert predicted == reported == 28
+        assert live.begin([0]) == (28, 28)
 
     def test_answers_that_turn_out_longer_displace_at_once(self) -> None:
         live = Live([20, 20, 20], 40, suffix_tokens=3)
         live.serve([0])
         live.serve([1], answer_tokens=90)
         live.total_tokens = 31 + 91
-        predicted, reported = live.serve([2], answer_tokens=90)
+        live.serve([2], answer_tokens=90)
         predicted, reported = live.begin([0])
         assert abs(predicted - reported) <= BLOCK
 
@@ -401,7 +390,7 @@ class TestExactness:
 
 
 class TestSilence:
-    """An engine of which nothing is heard."""
+    """An engine without events."""
 
     @settings(max_examples=examples(100))
     @given(LENGTHS, st.integers(20, 100), STEPS, st.booleans())
@@ -418,17 +407,9 @@ class TestSilence:
             strict=True,
         )
         for step, value in steps:
-            results = []
-            for live in (silent, mirrored):
-                if step in ("serve", "begin"):
-                    results.append(live.begin(value, suffix_tokens=9))
-                elif step == "end" and live.in_flight:
-                    live.end()
-                elif step == "discard" and live.in_flight:
-                    live.discard()
-                elif step == "foreign":
-                    live.engine.foreign(value)
-            assert not results or results[0] == results[1]
+            if step not in ("tell", "clear"):
+                step = "begin" if step == "serve" else step
+                assert silent.do(step, value, suffix_tokens=9) == mirrored.do(step, value, suffix_tokens=9)
         if scopes_of(silent.orderer):
             assert not silent.residency.pool.doomed
             assert not silent.residency.pool.pending
@@ -460,9 +441,11 @@ class TestSilence:
 
 
 class TestOthers:
-    def test_a_cleared_cache_is_empty_for_us(self) -> None:
+    def test_a_cleared_cache_is_empty_for_us_and_does_not_hold_the_prefix(self) -> None:
         live = Live([20, 20], 100)
+        assert not live.orderer.holds_prefix()
         live.serve([0, 1])
+        assert live.orderer.holds_prefix()
         nominal = live.residency.pool.capacity_blocks
         live.engine.foreign(90 * BLOCK)
         live.engine.tell()
@@ -470,18 +453,9 @@ class TestOthers:
         assert live.residency.pool.capacity_blocks < nominal
         live.engine.clear()
         live.engine.tell()
+        assert not live.orderer.holds_prefix()
         assert live.begin([0, 1]) == (0, 0)
         assert live.residency.pool.capacity_blocks == nominal
-
-    def test_a_cleared_cache_does_not_hold_the_prefix(self) -> None:
-        live = Live([20], 80)
-        assert not live.orderer.holds_prefix()
-        live.serve([0])
-        live.settle()
-        assert live.orderer.holds_prefix()
-        live.engine.clear()
-        live.engine.tell()
-        assert not live.orderer.holds_prefix()
 
     def test_another_engine_ends_what_is_in_flight(self) -> None:
         live = Live([20, 20, 20], 100)
@@ -533,27 +507,6 @@ class TestOtherOrderers:
         assert sorted(ordering.index for ordering in planned) == [0, 1]
 
     @settings(max_examples=examples(200))
-    @given(LENGTHS, st.integers(40, 200), st.lists(st.tuples(st.integers(0, 2), STEP), max_size=60))
-    def test_each_predicts_to_the_token_what_any_had_computed(
-        self, lengths: list[int], capacity_blocks: int, steps: list[tuple[int, tuple[str, Any]]]
-    ) -> None:
-        workers = make_workers(3, lengths, capacity_blocks)
-        for turn, (step, value) in steps:
-            if step in ("serve", "begin"):
-                predicted, reported = workers[turn].serve(value)
-                prompt_tokens = len(SYSTEM) + sum(lengths[number] for number in value) + 1
-                assert predicted == reported or (predicted == reported + BLOCK and predicted >= prompt_tokens - BLOCK)
-            elif step == "foreign":
-                workers[0].engine.foreign(value)
-                workers[0].engine.tell()
-            elif step == "clear":
-                workers[0].engine.clear()
-                workers[0].engine.tell()
-        for worker in workers:
-            if scopes_of(worker.orderer):
-                worker.check()
-
-    @settings(max_examples=examples(200))
     @given(
         LENGTHS,
         st.integers(40, 200),
@@ -561,35 +514,15 @@ class TestOtherOrderers:
         st.sampled_from([4, 10**6]),
     )
     @example(
-        lengths=[2] + [0] * 11,
-        capacity_blocks=40,
-        steps=[
-            (0, ("begin", [0])),
-            (0, ("begin", [0])),
-            (0, ("clear", None)),
-            (0, ("serve", [1])),
-            (0, ("serve", [1])),
-        ],
-        max_nodes=4,
+        [2] + [0] * 11, 40, [(0, step) for step in [*[("begin", [0])] * 2, ("clear", None), *[("serve", [1])] * 2]], 4
     )
     def test_after_all_events_each_tree_is_sound_and_claims_nothing_evicted(
         self, lengths: list[int], capacity_blocks: int, steps: list[tuple[int, tuple[str, Any]]], max_nodes: int
     ) -> None:
         workers = make_workers(3, lengths, capacity_blocks, max_nodes=max_nodes)
-        engine = workers[0].engine
         for turn, (step, value) in steps:
-            worker = workers[turn]
-            if step in ("serve", "begin"):
-                getattr(worker, step)(value)
-                assert worker.orderer.tree_size <= max_nodes
-            elif step == "foreign":
-                engine.foreign(value)
-            elif step in ("clear", "tell"):
-                getattr(engine, step)()
-            elif step == "end" and worker.in_flight:
-                worker.end()
-            elif step == "discard" and worker.in_flight:
-                worker.discard()
+            workers[turn].do(step, value)
+            assert workers[turn].orderer.tree_size <= max_nodes
         for worker in workers:
             worker.settle()
         for worker in workers:
@@ -694,7 +627,7 @@ class TestOtherOrderers:
             asked = live.blocks.asked
             live.orderer = live.make_orderer()
             live.begin(range(300))
-            # For each of 256 a first block, and of those that are there all blocks, when found and when taken over.
+            # For each of 256 a first block, and of those that are there all blocks, when found and when reused.
             assert live.blocks.asked - asked < 256 * (2 + 2 * length) + 4 * live.residency.tree.size + 300 * length
 
 
@@ -721,28 +654,15 @@ class TestTenants:
         both, alone = (hearing(EngineBlocks(BLOCK), capacity_tokens=800 * BLOCK) for _ in range(2))
         assert results(both, None) == results(alone, "a")
 
-    @pytest.mark.parametrize("ours", [None, "a", "b"])
-    @pytest.mark.parametrize("theirs", [None, "a", "b"])
-    def test_a_salted_block_counts_for_its_tenant_only(self, ours: str | None, theirs: str | None) -> None:
-        documents = make_documents([10, 10])
-        blocks = EngineBlocks(BLOCK)
-        prompt = SYSTEM + token_ids(documents[0]) + token_ids(documents[1])
-        count = len(prompt) // BLOCK
-        extra_keys = [[theirs] if theirs and not place else None for place in range(count)]
-        blocks.store(list(range(count)), None, prompt[: count * BLOCK], extra_keys)
-        orderer = hearing(blocks)
-        predicted = orderer.order(documents, scope=ours).cached_tokens
-        assert predicted == (count * BLOCK if ours == theirs else 0)
-
     @pytest.mark.parametrize("ours", [None, "", "a", "b", 7])
-    def test_an_order_is_found_with_its_own_salt_only(self, ours: Any) -> None:
+    @pytest.mark.parametrize("theirs", [None, "a", "b"])
+    def test_an_order_is_found_with_its_own_salt_only(self, ours: Any, theirs: str | None) -> None:
         documents = make_documents([10, 10, 10])
         blocks = EngineBlocks(BLOCK)
         prompt = SYSTEM + [token for number in (2, 0, 1) for token in token_ids(documents[number])]
-        blocks.store(range(10), None, prompt[: 10 * BLOCK], [["a"], *[None] * 9])
-        orderer = hearing(blocks)
-        ordering = orderer.order(documents, scope=ours)
-        found = ([2, 0, 1], 40) if ours == "a" else ([0, 1, 2], 0)
+        blocks.store(range(10), None, prompt[: 10 * BLOCK], [[theirs] if theirs else None, *[None] * 9])
+        ordering = hearing(blocks).order(documents, scope=ours)
+        found = ([2, 0, 1], 40) if ours == theirs else ([0, 1, 2], 0)
         assert (ordering.permutation, ordering.cached_tokens) == found
 
     @pytest.mark.parametrize("scope", ["", 7, ("a",)])

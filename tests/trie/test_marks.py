@@ -36,21 +36,13 @@ class Clock:
 
 
 class Marks(MarkChoice):
-    """Sets the marks that a test says, and those of what is resumed."""
+    """Sets the marks that a test says, and that of what is resumed."""
 
     def __init__(self, rules: CacheRules, *marks: int) -> None:
         super().__init__(rules, MarkRates(rules.ttl_s), WriteBudget())
         self.marks = marks
 
-    def choose(
-        self,
-        keys: Sequence[object],
-        ends: Sequence[int],
-        held: int,
-        live: Sequence[int],
-        prompt_tokens: int,
-        now: float,
-    ) -> tuple[int, ...]:
+    def choose(self, keys: Sequence[object], ends: Sequence[int], held: int, *_: object) -> tuple[int, ...]:
         chosen = {mark for mark in self.marks if mark < len(ends) and ends[mark] >= self.rules.minimum_tokens}
         return tuple(sorted(chosen | ({held} if held >= 0 else set())))
 
@@ -115,7 +107,7 @@ class TestResidency:
         residency.publish(writer)
         assert start(residency, "ab").cached_tokens == SYSTEM + 2 * TOKENS
 
-    def test_lives_anew_with_each_request_that_reads_it(self) -> None:
+    def test_lives_on_with_each_request_that_reads_it(self) -> None:
         residency, clock = make(RULES, 2)
         serve(residency, "ab")
         for _ in range(5):
@@ -156,7 +148,7 @@ class TestResidency:
         assert start(residency, "ab").cached_documents == 2
         assert residency.holds(residency.tree.root), "it cannot be kept"
 
-    def test_and_one_that_fails_behind_it_has(self) -> None:
+    def test_a_request_that_fails_after_its_first_token_has_written(self) -> None:
         residency, _ = make(RULES, 2)
         lease = start(residency, "ab")
         residency.publish(lease)
@@ -199,7 +191,7 @@ class TestResidency:
         serve(copy, "xy")
         assert start(residency, "ab").cached_tokens == start(residency, "xy").cached_tokens == 0
 
-    def test_whatever_happens_the_tree_leads_to_marks(self) -> None:
+    def test_the_tree_always_leads_to_marks(self) -> None:
         rng = random.Random(1)
         residency, clock = make(RULES)
         leases: list[Lease] = []
@@ -222,12 +214,10 @@ class TestResidency:
             node = residency.tree.root
             for document in documents:
                 node = (node.children or {}).get(document, node)
-            path = []
-            found = node
+            path, found = "", node
             while found.parent is not None:
-                path.append(found.key)
-                found = found.parent
-            if "".join(map(str, reversed(path))) == documents[: len(path)]:
+                path, found = f"{found.key}{path}", found.parent
+            if documents.startswith(path):
                 predicted = residency.tree.cached_tokens(node)
                 assert serve(residency, documents).cached_tokens == predicted
 
@@ -259,29 +249,20 @@ class TestJunctions:
     def test_resume_where_an_earlier_prompt_ended(self) -> None:
         residency, _ = make(self.RULES)
         serve(residency, "abc")
-        lease = start(residency, "abc")
-        assert lease.cached_tokens == (SYSTEM + 3 * TOKENS + SUFFIX - 1) // 256 * 256 == 1536
-        residency.release(lease)
+        assert serve(residency, "abc").cached_tokens == (SYSTEM + 3 * TOKENS + SUFFIX - 1) // 256 * 256 == 1536
         assert start(residency, "abcd").cached_tokens == 1536
         check(residency)
 
     def test_where_two_have_parted_the_third_resumes(self) -> None:
         residency, _ = make(self.RULES)
         serve(residency, "abc")
-        found = []
-        for documents in ("abx", "aby", "abz"):
-            lease = start(residency, documents)
-            found.append(lease.cached_tokens)
-            residency.release(lease)
+        found = [serve(residency, documents).cached_tokens for documents in ("abx", "aby", "abz")]
         assert found == [0, 1024, 1024], "the multiple of 256 below 1,100"
         check(residency)
 
     def test_what_is_shared_below_an_interval_is_never_kept(self) -> None:
         residency, _ = make(replace(self.RULES, interval_tokens=640))
-        for documents in ("ab", "ac", "ad"):
-            lease = start(residency, documents)
-            assert lease.cached_tokens == 0
-            residency.release(lease)
+        assert [serve(residency, documents).cached_tokens for documents in ("ab", "ac", "ad")] == [0, 0, 0]
 
     def test_a_request_joins_what_others_have_computed(self) -> None:
         """So that there is a junction."""
@@ -316,30 +297,27 @@ class TestJunctions:
         assert start(residency, "abx").cached_tokens == 0
 
 
+BARELY_LESS = SYSTEM + 3 * TOKENS - 50
+
+
 class TestReports:
     def make(self, *marks: int) -> tuple[MarksResidency, MarkedFeedback]:
         residency, _ = make(RULES, *marks)
         return residency, MarkedFeedback(residency)
 
-    def test_entries_that_are_not_found_are_gone_but_those_in_front_of_them(self) -> None:
-        residency, feedback = self.make(1, 2, 3)
+    @pytest.mark.parametrize(
+        ("marks", "set_again", "reported", "asked", "found"),
+        [((1, 2, 3), (), SYSTEM + TOKENS, "abx", 1), ((1, 3), (1, 3), 0, "abc", 3), ((3,), (), BARELY_LESS, "abc", 3)],
+        ids=["those before stay", "what was written again is there", "small differences are the provider's tokens"],
+    )
+    def test_entries_that_are_not_found_are_gone(
+        self, marks: tuple[int, ...], set_again: tuple[int, ...], reported: int, asked: str, found: int
+    ) -> None:
+        residency, feedback = self.make(*marks)
         serve(residency, "abc")
-        residency.choice.marks = ()  # type: ignore[attr-defined]
-        feedback.release(start(residency, "abc"), SYSTEM + TOKENS)
-        lease = start(residency, "abx")
-        assert lease.cached_documents == 1
-
-    def test_what_the_request_has_written_anew_is_there(self) -> None:
-        residency, feedback = self.make(1, 3)
-        serve(residency, "abc")
-        feedback.release(start(residency, "abc"), 0)
-        assert start(residency, "abc").cached_documents == 3
-
-    def test_small_differences_are_the_providers_own_tokens(self) -> None:
-        residency, feedback = self.make(3)
-        serve(residency, "abc")
-        feedback.release(start(residency, "abc"), SYSTEM + 3 * TOKENS - 50)
-        assert start(residency, "abc").cached_documents == 3
+        residency.choice.marks = set_again  # type: ignore[attr-defined]
+        feedback.release(start(residency, "abc"), reported)
+        assert start(residency, asked).cached_documents == found
 
     def test_a_prompt_that_is_counted_without_what_was_found_costs_what_was_found(self) -> None:
         residency, feedback = self.make(3)
@@ -361,7 +339,7 @@ class TestReports:
         assert start(residency, "abc").cached_documents == 1
         check(residency)
 
-    def test_nor_does_it_resume_where_it_has_none(self) -> None:
+    def test_a_request_without_marks_does_not_resume(self) -> None:
         residency, _ = make(RULES, 3)
         serve(residency, "abc")
         lease = start(residency, "abc")
@@ -370,7 +348,7 @@ class TestReports:
         residency.release(lease)
         assert start(residency, "abc").cached_documents == 3, "what lives goes on living"
 
-    def test_what_it_costs_more_than_was_thought_is_not_spent_again(self) -> None:
+    def test_unexpected_costs_are_not_spent_again(self) -> None:
         residency, feedback = self.make(3)
         serve(residency, "abc")
         balance = residency.choice.budget.balance
@@ -392,7 +370,7 @@ class TestSearch:
         serve(residency, "abcd")
         serve(residency, "xy")
         assert self.find(residency, "dcbax") == "abc"
-        assert self.find(residency, "bax") == "x", "used last, and as long: b behind a has no mark"
+        assert self.find(residency, "bax") == "x", "used last, and as long: b after a has no mark"
         assert self.find(residency, "by") == ""
 
     def test_joins_a_request_in_flight_that_writes_more(self) -> None:
@@ -442,7 +420,7 @@ class TestChoice:
             self.choose(choice, "ab" + "cdefghij"[now % 8], 2 if now else -1, float(now))
         assert 2 in self.choose(choice, "abx", -1, 60.0)
 
-    def test_no_mark_is_spared_for_partings_in_front_of_the_first_document(self) -> None:
+    def test_no_mark_is_spared_for_partings_before_the_first_document(self) -> None:
         choice = self.choice(replace(RULES, minimum_tokens=SYSTEM, write=1.0))
         for now in range(60):
             self.choose(choice, "abcd"[: 1 + now % 4] + chr(1000 + now), 0, float(now))
@@ -466,7 +444,7 @@ class TestChoice:
         assert self.choose(choice, "abc")[-1] == 3
 
     @pytest.mark.parametrize(("read", "written"), [(0.8, False), (0.1, True)])
-    def test_what_reading_saves_less_than_writing_costs_is_not_written(self, read: float, written: bool) -> None:
+    def test_what_saves_less_than_its_writing_costs_is_not_written(self, read: float, written: bool) -> None:
         choice = self.choice(replace(RULES, read=read))
         for number in range(9):
             self.choose(choice, "abc", 3 if number else -1, 290.0 * number)
@@ -479,7 +457,7 @@ class TestChoice:
         marks = choice.choose(keys, ends, 10_000, (5, 9), 10_140, 1.0)
         assert marks[-1] == 10_000 and len(marks) <= 4
 
-    def test_of_one_mark_that_is_found_from_behind_it_a_deeper_one_is_written(self) -> None:
+    def test_of_one_mark_that_is_found_by_looking_back_a_deeper_one_is_written(self) -> None:
         choice = self.choice(replace(RULES, marks=1, lookback_parts=20, minimum_tokens=SYSTEM))
         self.choose(choice, "abc")
         assert self.choose(choice, "abc", 0, 1.0) == (3,)
@@ -590,7 +568,7 @@ class TestRates:
 
 
 class TestBudget:
-    def test_does_so_however_much_was_saved_before(self) -> None:
+    def test_stops_losses_however_much_was_saved_before(self) -> None:
         budget = WriteBudget()
         for _ in range(10_000):
             budget.add(1000.0, 500.0)
@@ -618,19 +596,11 @@ class TestRules:
     @pytest.mark.parametrize(
         ("field", "value"),
         [
-            ("resume", "anywhere"),
-            ("readable", "never"),
-            ("minimum_tokens", -1),
-            ("marks", -1),
-            ("marks", 0),
-            ("interval_tokens", 0),
-            ("lookback_parts", 0),
-            ("ttl_s", 0),
-            ("ttl_s", float("nan")),
-            ("write", -1.0),
+            *(("resume", "anywhere"), ("readable", "never"), ("minimum_tokens", -1), ("marks", -1), ("marks", 0)),
+            *(("interval_tokens", 0), ("lookback_parts", 0), ("ttl_s", 0), ("ttl_s", float("nan")), ("write", -1.0)),
             ("read", float("inf")),
         ],
     )
-    def test_figures_that_cannot_be_are_refused(self, field: str, value: object) -> None:
+    def test_impossible_figures_are_refused(self, field: str, value: object) -> None:
         with pytest.raises(ValueError, match=field):
             replace(RULES, **{field: value})  # type: ignore[arg-type]

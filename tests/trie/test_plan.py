@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import combinations, combinations_with_replacement
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -154,19 +152,9 @@ print(plan(requests, {key: 100 + int(key) % 7 for request in requests for key in
 """
 
 
-def test_the_same_in_every_process() -> None:
+def test_the_same_in_every_process(python: Any) -> None:
     lines = "\n".join(" ".join(request) for request in skewed(300, 60))
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", SCRIPT],
-            input=lines,
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("0", "4242")
-    }
+    outputs = {python("-c", SCRIPT, input=lines, PYTHONHASHSEED=seed).stdout for seed in ("0", "4242")}
     assert len(outputs) == 1 and len(outputs.pop()) > 300
 
 

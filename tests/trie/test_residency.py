@@ -25,16 +25,12 @@ PREFIX = 40
 SUFFIX = 40
 
 
-def held_blocks(tree: KnowledgeTree) -> int:
-    return sum(node.blocks - node.missing for node in tree.walk())
-
-
 def recomputed_blocks(residency: LRUResidency) -> int:
     """What the tree, the log and the requests in flight say that the engine's pool holds."""
     pool = residency.pool
     served = sum(use.suffix_blocks for use in pool.log)
     in_flight = sum(lease.suffix_blocks + lease.partial_blocks for _, lease in pool.in_flight if lease.open)
-    return held_blocks(residency.tree) + served + in_flight
+    return served + in_flight + sum(node.blocks - node.missing for node in residency.tree.walk())
 
 
 def prompt_blocks(documents_tokens: int, suffix_tokens: int = SUFFIX) -> int:
@@ -167,15 +163,6 @@ class BoundedContract(ResidencyContract):
             gone += [document for document in "abc" if document not in paths(residency.tree) and document not in gone]
         assert gone == ["b", "c", "a"]
 
-    def test_the_oldest_request_in_flight_counts_as_served_when_its_room_is_needed(self) -> None:
-        residency = self.make(prompt_blocks(60) + 4)
-        oldest, newest = start(residency, "ab"), start(residency, "xy")
-        assert (oldest.open, newest.open) == (False, True)
-        assert residency.pool.used_blocks <= residency.pool.capacity_blocks
-        residency.release(oldest)
-        residency.cancel(oldest)
-        check_invariants(residency, [(newest, newest.path)])
-
     def test_an_answer_takes_the_room_that_it_is_reported_with(self) -> None:
         residency = self.make(2 * prompt_blocks(30))
         serve(residency, "a")
@@ -188,7 +175,7 @@ class BoundedContract(ResidencyContract):
         assert residency.pool.evicted_blocks > 0
         assert residency.pool.used_blocks == recomputed_blocks(residency) <= residency.pool.capacity_blocks
 
-    def test_a_request_that_ended_for_its_room_takes_none_for_its_answer(self) -> None:
+    def test_the_oldest_request_in_flight_ends_when_its_room_is_needed_and_takes_none_for_its_answer(self) -> None:
         residency = self.make(2 * prompt_blocks(60, SUFFIX - 32))
         oldest = start(residency, "ab", suffix_tokens=SUFFIX - 32)
         newest = start(residency, "wxyz", suffix_tokens=SUFFIX - 32)
@@ -196,7 +183,9 @@ class BoundedContract(ResidencyContract):
         assert residency.pool.used_blocks == recomputed_blocks(residency) <= residency.pool.capacity_blocks
         before = residency.pool.used_blocks
         residency.release(oldest, total_tokens=10_000)
+        residency.cancel(oldest)
         assert residency.pool.used_blocks == before
+        check_invariants(residency, [(newest, newest.path)])
 
     def test_of_a_request_whose_answer_exceeds_the_cache_the_head_stays(self) -> None:
         residency = self.make(20)
@@ -251,12 +240,8 @@ class Invariants(RuleBasedStateMachine):
     def begin(self, data: st.DataObject, block_size: int, prefix_tokens: int) -> None:
         self.tree = KnowledgeTree(block_size, prefix_tokens)
         blocks = data.draw(self.capacities, "capacity in blocks")
-        pool = Pool(
-            None if blocks is None else blocks * block_size,
-            block_size,
-            data.draw(self.node_limits, "max_nodes"),
-            self.partial_blocks_first,
-        )
+        capacity, max_nodes = blocks and blocks * block_size, data.draw(self.node_limits, "max_nodes")
+        pool = Pool(capacity, block_size, max_nodes, self.partial_blocks_first)
         self.residency = LRUResidency(self.tree, pool)
         self.search = BestPathSearch()
         self.lengths = data.draw(st.fixed_dictionaries({key: st.integers(0, 50) for key in "abcdef"}), "lengths")
@@ -455,7 +440,7 @@ class Mirrored:
         return lease.cached_tokens, completion.cached_tokens
 
     def serve_foreign(self, tokens: int) -> None:
-        """A request of which the residency knows nothing."""
+        """A request that the residency does not know."""
         self.engine.generate(self._question(array("q", range(-9_000_000, -9_000_000 + tokens))))
 
     def _question(self, prompt: array[int]) -> array[int]:
@@ -495,7 +480,7 @@ class TestAgreementWithTheEngine:
 
 
 class TestFeedback:
-    """Other users of the engine push our documents out behind the residency's back."""
+    """Other users of the engine push our documents out, and the residency does not hear of it."""
 
     @staticmethod
     @cache

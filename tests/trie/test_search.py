@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import permutations
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -117,13 +118,12 @@ class SearchContract:
     @shared
     @given(trees(), REQUESTS)
     def test_a_search_is_deterministic_and_changes_nothing(self, tree: KnowledgeTree, documents: list[str]) -> None:
-        before = [(node, node.missing, node.stamp, node.leases, list(node.children or {})) for node in tree.walk()]
-        ranks = ranks_of(documents)
+        def state() -> list[Any]:
+            return [(node, node.missing, node.stamp, node.leases, list(node.children or {})) for node in tree.walk()]
+
+        before, ranks = state(), ranks_of(documents)
         assert self.search.find(tree, ranks) is self.search.find(tree, ranks)
-        assert ranks == ranks_of(documents)
-        assert before == [
-            (node, node.missing, node.stamp, node.leases, list(node.children or {})) for node in tree.walk()
-        ]
+        assert (state(), ranks) == (before, ranks_of(documents))
 
     @shared
     @given(trees(), REQUESTS, st.integers(0, 3))
@@ -174,29 +174,18 @@ class TestGreedy(SearchContract):
 class TestBest(SearchContract):
     search = BestPathSearch()
 
+    @pytest.mark.parametrize("permits", [None, *map(near, range(4))], ids=["any", *range(4)])
     @given(trees(), REQUESTS)
-    def test_saves_as_many_tokens_as_any_path(self, tree: KnowledgeTree, documents: list[str]) -> None:
-        node = self.search.find(tree, ranks_of(documents))
-        paths = [tree.root] if tree.root.missing else all_paths(tree, documents, None)
-        assert held_tokens(tree, node) == max(held_tokens(tree, path) for path in paths)
-        assert tree.cached_tokens(node) == max(tree.cached_tokens(path) for path in paths)
-
-    @given(trees(), REQUESTS, st.integers(0, 3))
-    def test_saves_as_many_tokens_as_any_permitted_path(
-        self, tree: KnowledgeTree, documents: list[str], limit: int
+    def test_saves_as_many_tokens_as_any_permitted_path_and_takes_the_latest_of_equal_ones(
+        self, permits: Permits | None, tree: KnowledgeTree, documents: list[str]
     ) -> None:
-        node = self.search.find(tree, ranks_of(documents), near(limit))
-        paths = [tree.root] if tree.root.missing else all_paths(tree, documents, near(limit))
-        assert held_tokens(tree, node) == max(held_tokens(tree, path) for path in paths)
-
-    @given(trees(), REQUESTS)
-    def test_among_equals_takes_the_most_recently_used(self, tree: KnowledgeTree, documents: list[str]) -> None:
-        node = self.search.find(tree, ranks_of(documents))
-        if not tree.root.missing:
-            equals = [
-                path for path in all_paths(tree, documents, None) if held_tokens(tree, path) == held_tokens(tree, node)
-            ]
-            assert node.stamp == max(path.stamp for path in equals)
+        node = self.search.find(tree, ranks_of(documents), permits)
+        paths = [tree.root] if tree.root.missing else all_paths(tree, documents, permits)
+        best = max(held_tokens(tree, path) for path in paths)
+        assert held_tokens(tree, node) == best
+        if permits is None:
+            assert tree.cached_tokens(node) == max(tree.cached_tokens(path) for path in paths)
+            assert node.stamp == max(path.stamp for path in paths if held_tokens(tree, path) == best)
 
     def test_among_equal_paths_takes_the_one_used_last(self) -> None:
         for last, other in (("ab", "cd"), ("cd", "ab")):
@@ -226,10 +215,6 @@ class TestBest(SearchContract):
         assert saved <= tree.cached_tokens(self.search.find(tree, ranks))
 
 
-LOADS = {"a": (0, 0), "b": (0, 2), "c": (0, 0), "d": (2, 0)}
-"""Of documents with two blocks each: b is on the disk, d in host memory."""
-
-
 def priced(price: Price, loads: Callable[[Node], tuple[int, int]], budget: int = 1024) -> PricedPaths:
     return PricedPaths(budget, price, loads)
 
@@ -251,7 +236,8 @@ class TestPricedPaths:
 
     @staticmethod
     def loads(node: Node) -> tuple[int, int]:
-        return LOADS[str(node.key)]
+        """Of documents with two blocks each: b is on the disk, d in host memory."""
+        return {"b": (0, 2), "d": (2, 0)}.get(str(node.key), (0, 0))
 
     def test_guards_restrict_it(self) -> None:
         tree = tree_of("ba", "d")

@@ -41,6 +41,13 @@ def saved_by_one_plan(workload: str, requests: int) -> int:
     return saved_tokens(plan(rankings(workload, requests), lengths(workload, requests)))
 
 
+def saved_by_shards(paths: ShardPaths, workload: str, requests: int) -> int:
+    members: dict[int, list[list[int]]] = {}
+    for number, ranking in enumerate(rankings(workload, requests)):
+        members.setdefault(paths.shard(numbered(ranking), number), []).append(ranking)
+    return sum(saved_tokens(plan(each, lengths(workload, requests))) for each in members.values())
+
+
 def lengths(workload: str, requests: int) -> dict[int, int]:
     return {number: document_tokens(number) for ranking in rankings(workload, requests) for number in ranking}
 
@@ -106,23 +113,16 @@ class TestPaths:
         for ranking in given[::50]:
             assert paths.shard(numbered(ranking[::-1])) == paths.shard(numbered(ranking))
 
-    def test_requests_of_a_popular_document_stay_together(self) -> None:
-        """A group that is no larger than a part of a shard."""
-        given = [[group, 1000 + 10 * group + other] for group in range(160) for other in range(5)]
+    @pytest.mark.parametrize(("groups", "place"), [(160, 0), (80, 1)], ids=["popular document", "next document"])
+    def test_groups_no_larger_than_a_part_of_a_shard_stay_together(self, groups: int, place: int) -> None:
+        """Requests of one document or, where all share the first one, of the next."""
+        first = [0] * place
+        given = [[*first, group, 1000 + 10 * group + other] for group in range(1, groups + 1) for other in range(5)]
         random.Random(0).shuffle(given)
         paths = ShardPaths.of([numbered(ranking) for ranking in given], 4)
         found: dict[int, set[int]] = {}
-        for ranking in given:
-            found.setdefault(ranking[0], set()).add(paths.shard(numbered(ranking)))
-        assert {len(shards) for shards in found.values()} == {1}
-        assert len(set().union(*found.values())) == 4
-
-    def test_a_large_group_is_split_by_the_next_document(self) -> None:
-        given = [[0, second, 1000 + 10 * second + other] for second in range(1, 81) for other in range(5)]
-        paths = ShardPaths.of([numbered(ranking) for ranking in given], 4)
-        found: dict[int, set[int]] = {}
         for number, ranking in enumerate(given):
-            found.setdefault(ranking[1], set()).add(paths.shard(numbered(ranking), number))
+            found.setdefault(ranking[place], set()).add(paths.shard(numbered(ranking), number))
         assert {len(shards) for shards in found.values()} == {1}
         assert len(set().union(*found.values())) == 4
 
@@ -141,22 +141,12 @@ class TestPaths:
     def test_a_sample_is_nearly_as_good(self) -> None:
         given = rankings("mix64", 6000)
         paths = ShardPaths.of([numbered(ranking) for ranking in given[::5]], 8)
-        members: dict[int, list[list[int]]] = {}
-        for number, ranking in enumerate(given):
-            members.setdefault(paths.shard(numbered(ranking), number), []).append(ranking)
-        saved = sum(saved_tokens(plan(each, lengths("mix64", 6000))) for each in members.values())
-        assert saved >= 0.95 * saved_by_one_plan("mix64", 6000)
+        assert saved_by_shards(paths, "mix64", 6000) >= 0.95 * saved_by_one_plan("mix64", 6000)
 
     def test_without_room_for_all_counts_requests_that_share_still_meet(self) -> None:
         """Far better than shards by chance, which share less than half."""
-        given = rankings("mix64", 3000)
-        requests = [numbered(ranking) for ranking in given]
-        paths = ShardPaths.of(requests, 8, most_documents=40)
-        members: dict[int, list[list[int]]] = {}
-        for number, ranking in enumerate(given):
-            members.setdefault(paths.shard(requests[number], number), []).append(ranking)
-        saved = sum(saved_tokens(plan(each, lengths("mix64", 3000))) for each in members.values())
-        assert saved >= 0.8 * saved_by_one_plan("mix64", 3000)
+        paths = ShardPaths.of([numbered(ranking) for ranking in rankings("mix64", 3000)], 8, most_documents=40)
+        assert saved_by_shards(paths, "mix64", 3000) >= 0.8 * saved_by_one_plan("mix64", 3000)
 
 
 class TestTenants:

@@ -37,7 +37,7 @@ def arrange(
     prefix: Sequence[int] = (),
     history: Sequence[Sequence[str]] = (),
 ) -> str:
-    """The documents behind the prefix, after these requests and for these waiting ones."""
+    """The documents after the prefix, after these requests and for these waiting ones."""
     for earlier in history:
         tail.observe(Requested(earlier))
     rest = [rank for rank in range(len(keys)) if rank not in prefix]
@@ -98,7 +98,7 @@ class TestRank(TailContract):
     make = RankTail
 
     @given(HISTORIES, REQUESTS, QUEUES)
-    def test_keeps_rank_order_whatever_happens(
+    def test_always_keeps_rank_order(
         self, history: list[list[str]], keys: list[str], waiting: list[frozenset[str]]
     ) -> None:
         assert arrange(RankTail(), keys, waiting, (), history) == "".join(keys)
@@ -239,13 +239,10 @@ class TestCohort(TailContract):
 
     def test_bursts_keep_the_documents_of_ranks_that_bursts_kept(self) -> None:
         """Follow-up requests keep ranks 2 and 3 of the one before, never rank 1."""
-        history = []
-        for number in range(200):
-            kept = [f"{number}b", f"{number}c"]
-            history += [[f"{number}a", *kept], [f"{number}d", *kept]]
         tail = CohortTail()
-        for earlier in history:
-            tail.observe(Requested(earlier))
+        for number in range(200):
+            for first in "ad":
+                tail.observe(Requested([f"{number}{first}", f"{number}b", f"{number}c"]))
         assert tail.arrange(Requested(["new a", "new b", "new c"]), (), [0, 1, 2], ()) == [1, 2, 0]
 
     @given(HISTORIES, REQUESTS)
@@ -259,11 +256,7 @@ class TestCohort(TailContract):
             preview = one.arrange(Requested(keys), (), list(rest), ())
         for tail in (one, other):
             tail.observe(Requested(keys))
-        assert (
-            preview
-            == one.arrange(Requested(keys), (), list(rest), ())
-            == other.arrange(Requested(keys), (), list(rest), ())
-        )
+            assert tail.arrange(Requested(keys), (), list(rest), ()) == preview
 
     def test_a_copy_learns_by_itself(self) -> None:
         tail = CohortTail()
@@ -276,7 +269,7 @@ class TestCohort(TailContract):
         assert arrange(copy, "cba") == "cba"
 
 
-class TestAuto(WithQueue):
+class TestFree(WithQueue):
     make = FreeTail
 
     @given(HISTORIES, REQUESTS)
@@ -285,7 +278,7 @@ class TestAuto(WithQueue):
         assert arrange(FreeTail(), keys, (), (), history) == arrange(CohortTail(), keys, (), (), history)
 
     @given(HISTORIES, REQUESTS, QUEUES.filter(bool))
-    def test_auto_with_a_queue_is_the_queue_tail(
+    def test_with_a_queue_is_the_queue_tail(
         self, history: list[list[str]], keys: list[str], waiting: list[frozenset[str]]
     ) -> None:
         """In short histories nothing votes, and the fallback is rank order."""

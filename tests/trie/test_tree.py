@@ -2,114 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ragorder.trie.tree import KnowledgeTree, Node
 
-LENGTHS = st.lists(st.integers(0, 70), max_size=12)
+KEYS = "abcde"
 
 
-def chain(tree: KnowledgeTree, lengths: Sequence[int]) -> list[Node]:
-    """The path of documents 0, 1, 2 … of these lengths."""
-    return tree.insert(range(len(lengths)), lengths, range(len(lengths)))
-
-
-def edges(tree: KnowledgeTree) -> set[tuple[object, ...]]:
-    """Every path of the tree, as keys from the root."""
-    paths: dict[Node, tuple[object, ...]] = {tree.root: ()}
+def paths(tree: KnowledgeTree) -> dict[tuple[object, ...], Node]:
+    """Every node, by the keys from the root."""
+    keys: dict[Node, tuple[object, ...]] = {tree.root: ()}
     for node in tree.walk():
         if node.parent is not None:
-            paths[node] = (*paths[node.parent], node.key)
-    return set(paths.values())
+            keys[node] = (*keys[node.parent], node.key)
+    return {path: node for node, path in keys.items()}
 
 
-def test_a_path_begins_with_the_root_and_follows_the_order() -> None:
-    tree = KnowledgeTree(block_size=16)
-    path = tree.insert(["a", "b", "c"], [10, 20, 30], [2, 0])
-    assert [node.key for node in path] == [None, "c", "a"]
-    assert path[0] is tree.root
-    assert [node.end for node in path] == [0, 30, 40]
-    assert all(child.parent is parent for parent, child in pairwise(path))
-    assert tree.size == 2
-
-
-def test_inserting_again_changes_nothing() -> None:
-    tree = KnowledgeTree(block_size=16)
-    path = tree.insert(["a", "b"], [16, 16], [0, 1])
-    path[1].missing = path[2].missing = 0
-    assert tree.insert(["a", "b"], [16, 16], [0, 1]) == path
-    assert (tree.size, path[1].missing) == (2, 0)
-
-
-def test_a_new_node_misses_every_block_and_is_unused() -> None:
-    node = KnowledgeTree(block_size=16).insert(["a"], [40], [0])[1]
-    assert (node.blocks, node.missing, node.stamp, node.leases, node.children) == (2, 2, 0, 0, None)
-
-
-@given(LENGTHS, st.integers(1, 40), st.integers(0, 100))
-def test_every_full_block_of_the_prompt_belongs_to_exactly_one_document(
-    lengths: list[int], block_size: int, prefix_tokens: int
-) -> None:
-    tree = KnowledgeTree(block_size, prefix_tokens)
-    path = chain(tree, lengths)
-    owner = [0] * prefix_tokens + [place for place, length in enumerate(lengths, 1) for _ in range(length)]
-    last_tokens = range(block_size - 1, len(owner), block_size)
-    owners = [owner[token] for token in last_tokens]
-    assert [node.blocks for node in path] == [owners.count(place) for place in range(len(path))]
-
-
-@given(LENGTHS, st.integers(1, 40), st.integers(0, 100), st.integers(0, 10))
-def test_cached_tokens_are_the_whole_blocks_up_to_the_first_missing(
-    lengths: list[int], block_size: int, prefix_tokens: int, missing: int
-) -> None:
-    tree = KnowledgeTree(block_size, prefix_tokens)
-    node = chain(tree, lengths)[-1]
-    node.missing = min(missing, node.blocks)
-    whole = (prefix_tokens + sum(lengths)) // block_size
-    assert tree.cached_tokens(node) == (whole - node.missing) * block_size
-
-
-def test_removing_the_last_child_makes_a_leaf_again() -> None:
-    tree = KnowledgeTree(block_size=16)
-    (_, a, b) = tree.insert(["a", "b"], [16, 16], [0, 1])
-    tree.remove(b)
-    assert a.children is None
-    tree.remove(a)
-    assert tree.root.children is None
-    assert tree.size == 0
-
-
-@given(st.lists(st.lists(st.sampled_from("abcde"), unique=True), max_size=12), st.data())
+@given(
+    st.lists(st.lists(st.sampled_from(KEYS), unique=True), max_size=12),
+    st.lists(st.integers(0, 70), min_size=5, max_size=5),
+    st.integers(1, 40),
+    st.integers(0, 100),
+    st.data(),
+)
 def test_is_the_set_of_the_prefixes_that_were_inserted_and_not_removed(
-    sequences: list[list[str]], data: st.DataObject
+    sequences: list[list[str]], tokens: list[int], block_size: int, prefix_tokens: int, data: st.DataObject
 ) -> None:
-    tree = KnowledgeTree(block_size=16)
-    expected: set[tuple[object, ...]] = {()}
+    """Every full block of a prompt belongs to one document, and is missing at first."""
+    tree = KnowledgeTree(block_size, prefix_tokens)
+    expected: dict[tuple[object, ...], Node] = {(): tree.root}
     for sequence in sequences:
-        tree.insert(sequence, [16] * len(sequence), range(len(sequence)))
-        expected |= {tuple(sequence[:length]) for length in range(len(sequence) + 1)}
-        assert edges(tree) == expected
-        leaves = [node for node in tree.walk() if node.parent is not None and not node.children]
+        order = [KEYS.index(key) for key in sequence]
+        path = tree.insert(KEYS, tokens, order)
+        owner = [0] * prefix_tokens + [place for place, rank in enumerate(order, 1) for _ in range(tokens[rank])]
+        owners = owner[block_size - 1 :: block_size]
+        ends = accumulate((tokens[rank] for rank in order), initial=prefix_tokens)
+        for place, (node, end) in enumerate(zip(path, ends, strict=True)):
+            assert expected.setdefault(tuple(sequence[:place]), node) is node
+            assert node.parent is (path[place - 1] if place else None)
+            assert (node.end, node.blocks) == (end, owners.count(place))
+            assert (node.missing, node.stamp, node.leases) == (node.blocks, 0, 0)
+        node.missing = data.draw(st.integers(0, node.blocks), "missing")
+        assert tree.cached_tokens(node) == (len(owners) - node.missing) * block_size
+        node.missing = node.blocks
+        assert paths(tree) == expected
+        leaves = [each for each in expected if each and expected[each].children is None]
         if leaves and data.draw(st.booleans(), "remove a leaf"):
-            leaf = data.draw(st.sampled_from(leaves), "leaf")
-            keys = []
-            node: Node | None = leaf
-            while node is not None and node.parent is not None:
-                keys.append(node.key)
-                node = node.parent
-            tree.remove(leaf)
-            expected.remove(tuple(reversed(keys)))
-            assert edges(tree) == expected
+            removed = data.draw(st.sampled_from(leaves), "leaf")
+            tree.remove(expected.pop(removed))
+            assert paths(tree) == expected
         assert tree.size == len(expected) - 1
+        assert all(each.children != {} for each in expected.values()), "without children a node is a leaf again"
 
 
 def test_ten_thousand_documents_deep() -> None:
     tree = KnowledgeTree(block_size=16, prefix_tokens=5)
-    path = chain(tree, [7] * 10_000)
+    path = tree.insert(range(10_000), [7] * 10_000, range(10_000))
     assert tree.size == 10_000
     assert path[-1].end == 5 + 70_000
     assert sum(node.blocks for node in path) == 70_005 // 16
@@ -117,4 +68,4 @@ def test_ten_thousand_documents_deep() -> None:
     for node in reversed(path):
         tree.remove(node)
     assert list(tree.walk()) == [tree.root]
-    assert tree.size == 0
+    assert tree.root.children is None and tree.size == 0
