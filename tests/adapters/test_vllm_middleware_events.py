@@ -197,13 +197,12 @@ class TestWhatTheEngineTells:
 
         assert eventually(found)
 
-    def test_lengths_are_counted(self, engine: Engine, serve: Callable[[Any], str]) -> None:
-        url = serve(engine.app())
-        assert get(f"{url}/ragorder/served").json()["lengths"] == "counted"
-
-    def test_an_adapters_blocks_are_not_the_models_own(self, engine: Engine, serve: Callable[[Any], str]) -> None:
+    def test_lengths_are_counted_and_an_adapters_blocks_are_not_the_models_own(
+        self, engine: Engine, serve: Callable[[Any], str]
+    ) -> None:
         """They have the same tokens."""
         url = serve(engine.app())
+        assert get(f"{url}/ragorder/served").json()["lengths"] == "counted"
         engine.wait_for_subscriber()
         for _ in range(2):
             ask(url, chat("abcd"))
