@@ -450,7 +450,7 @@ class TestTheServer:
         assert verdicts(fake, model="fake")["server"] == "warning"
         assert {body["model"] for body in fake.bodies("/v1/completions")} == {"fake"}
 
-    def test_that_is_no_server_of_models(self, fake: FakeServer) -> None:
+    def test_of_another_kind(self, fake: FakeServer) -> None:
         fake.raw = {"/v1/models": b"<html>", "/metrics": b"<html>", "/v1/completions": b"[" * 100_000}
         found = verdicts(fake, model="any")
         assert found.pop("server") == "warning"

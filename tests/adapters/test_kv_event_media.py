@@ -160,7 +160,7 @@ class TestOrders:
         [(None, ["a", "b"]), (1e-6, ["a", "b"]), (1.0, ["c"])],
         ids=["no profile", "a fast disk", "a slow disk"],
     )
-    def test_the_cheaper_path_is_extended(
+    def test_the_cheaper_path_wins(
         self, engine: Engine, tmp_path: Path, disk_s: float | None, first: list[str]
     ) -> None:
         if disk_s is not None:

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
-from hypothesis import strategies as st
 from support.http_server import PageServer
 
 from ragorder import Document, Lengths, Orderer, PromptBuilder
@@ -113,7 +111,7 @@ class TestObservedOrderer:
         ordering.discard()
         assert recorder.outcomes == [RequestOutcome(False), RequestOutcome(True, 64, 600, 580)]
 
-    def test_what_others_took_by_a_report_is_gone_in_either_order(self) -> None:
+    def test_evictions_seen_in_a_report_count_in_either_order(self) -> None:
         recorder = Recorder()
         watched = ObservedOrderer(make_orderer(), [recorder])
         watched.order(DOCUMENTS[:5]).confirm()
@@ -153,14 +151,6 @@ class TestObservedOrderer:
         watched.order(DOCUMENTS[:3])
         assert [told.fallback for told in recorder.observations] == [True, True, False]
         assert (watched.fallbacks, read(metrics).fallbacks) == (3 if shadow else 2, 2)
-
-    @given(st.lists(st.lists(st.sampled_from(DOCUMENTS), max_size=7), max_size=12), st.booleans())
-    def test_gives_permutations(self, requests: list[list[Document]], shadow: bool) -> None:
-        watched = ObservedOrderer(make_orderer(), [Recorder()], shadow=shadow)
-        for documents, ordering in zip(requests, [watched.order(r) for r in requests], strict=True):
-            assert sorted(d.id for d in ordering.documents) == sorted(d.id for d in documents)
-            if shadow:
-                assert ordering.documents == documents
 
     def test_many_threads(self) -> None:
         metrics = Metrics()
@@ -232,14 +222,6 @@ class TestMetrics:
         # Predicted were 0 and 560.
         assert (stats.prediction_error_tokens, stats.prediction_bias_tokens) == (8.0, 8.0)
         assert stats.tree_nodes == watched.tree_size
-
-    @pytest.mark.parametrize("reported", [-1, float("nan"), float("inf"), 1 << 40, "12", object()])
-    def test_what_cannot_be_a_number_of_tokens_is_no_report(self, reported: Any) -> None:
-        metrics = Metrics()
-        ordering = ObservedOrderer(make_orderer(strict=False), [metrics]).order(DOCUMENTS[:5])
-        ordering.confirm(reported, prompt_tokens=reported)
-        stats = read(metrics)
-        assert (stats.served, stats.reports, stats.prompt_tokens, stats.cached_tokens) == (1, 0, 564, 0)
 
     @pytest.mark.parametrize("shadow", [False, True])
     def test_usage_that_makes_no_sense_gives_no_absurd_share(self, shadow: bool) -> None:
@@ -536,9 +518,7 @@ class TestOrdering:
         assert orderer.evicted_blocks == evicted
 
     @pytest.mark.parametrize("options", [{}, {"tokens": PromptBuilder().document_tokens}], ids=["document", "builder"])
-    def test_reports_correct_estimated_lengths_only_where_they_clearly_contradict(
-        self, options: dict[str, Any]
-    ) -> None:
+    def test_reports_correct_estimated_lengths_only_if_clearly_different(self, options: dict[str, Any]) -> None:
         """Four characters a token is off by some: 15 % less than predicted is no eviction, half is."""
         older, newer = [[Document(f"{name}{n}", "x" * 400) for n in range(5)] for name in "ab"]
         orderer = make_orderer(**options)
