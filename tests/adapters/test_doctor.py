@@ -256,6 +256,37 @@ def refusal(*arguments: str | Path, status: int) -> str:
     return errors[0]
 
 
+def sized(num_gpu_blocks: int, *engines: int) -> list[dict[str, Any]]:
+    """Labels of engines with so many blocks each."""
+    return [
+        {"engine": number, "num_gpu_blocks": num_gpu_blocks, "kv_cache_size_tokens": blocks * BLOCK}
+        for number, blocks in enumerate(engines)
+    ]
+
+
+ALL = 10_000 * BLOCK
+# Labels, and the configuration.
+GAUGES: dict[str, tuple[list[dict[str, Any]], CacheConfig]] = {
+    "without the null block": (sized(129, 129), CacheConfig(BLOCK, 128 * BLOCK, True, 1)),
+    # As vLLM 0.32 says it with --data-parallel-size 2 and 129 blocks in each engine: the sum of both.
+    "one engine of two": (sized(258, 129, 129), CacheConfig(BLOCK, 128 * BLOCK, True, 2)),
+    "the smallest engine": (sized(140, 90, 50), CacheConfig(BLOCK, 50 * BLOCK, True, 2)),
+    "two processes": ([{"concurrency": "2.0"}, {"concurrency": "2.1"}], CacheConfig(BLOCK, ALL, True, 1)),
+    "blocks over GPUs": (
+        [{"effective_attention_block_size": 64, "num_gpu_blocks": 101, "kv_cache_size_tokens": None}],
+        CacheConfig(64, 100 * 64, True, 1),
+    ),
+    "a block for each kind of layer": ([{"kv_cache_size_tokens": 5000}], CacheConfig(BLOCK, 5000, True, 1)),
+    "an older version": (
+        [dict.fromkeys(("effective_attention_block_size", "kv_cache_size_tokens", "engine", "hash_block_size"))],
+        CacheConfig(BLOCK, ALL, True, 1),
+    ),
+    "off": ([{"enable_prefix_caching": "False"}], CacheConfig(BLOCK, ALL, False, 1)),
+    "undecided": ([{"enable_prefix_caching": "None"}], CacheConfig(BLOCK, ALL, None, 1)),
+    "unsaid": ([{"enable_prefix_caching": None}], CacheConfig(BLOCK, ALL, None, 1)),
+}
+
+
 class TestWhatAServerSaysOfItsCache:
     @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/", "?key=1"])
     def test_is_found_however_its_address_is_written(self, fake: FakeServer, end: str) -> None:
@@ -266,50 +297,10 @@ class TestWhatAServerSaysOfItsCache:
         fake.raw["/llm/metrics"] = page().encode()
         assert read_cache_config(f"{fake.base_url}/llm/v1").block_size == BLOCK
 
-    @pytest.mark.parametrize(
-        ("gauges", "config"),
-        [
-            ([{"num_gpu_blocks": 129, "kv_cache_size_tokens": 129 * BLOCK}], CacheConfig(BLOCK, 128 * BLOCK, True, 1)),
-            # As vLLM 0.32 says it with --data-parallel-size 2 and 129 blocks in each engine: the sum of both.
-            (
-                [{"engine": n, "num_gpu_blocks": 258, "kv_cache_size_tokens": 129 * BLOCK} for n in range(2)],
-                CacheConfig(BLOCK, 128 * BLOCK, True, 2),
-            ),
-            (
-                [
-                    {"engine": n, "num_gpu_blocks": 140, "kv_cache_size_tokens": BLOCK * blocks}
-                    for n, blocks in enumerate((90, 50))
-                ],
-                CacheConfig(BLOCK, 50 * BLOCK, True, 2),
-            ),
-            ([{"concurrency": "2.0"}, {"concurrency": "2.1"}], CacheConfig(BLOCK, 10_000 * BLOCK, True, 1)),
-            # Blocks that span GPUs.
-            (
-                [{"effective_attention_block_size": 64, "num_gpu_blocks": 101, "kv_cache_size_tokens": None}],
-                CacheConfig(64, 100 * 64, True, 1),
-            ),
-            # A token may take a block for each kind of layer.
-            ([{"kv_cache_size_tokens": 5000}], CacheConfig(BLOCK, 5000, True, 1)),
-            # An older version.
-            (
-                [
-                    dict.fromkeys(
-                        ("effective_attention_block_size", "kv_cache_size_tokens", "engine", "hash_block_size")
-                    )
-                ],
-                CacheConfig(BLOCK, 10_000 * BLOCK, True, 1),
-            ),
-            ([{"enable_prefix_caching": "False"}], CacheConfig(BLOCK, 10_000 * BLOCK, False, 1)),
-            ([{"enable_prefix_caching": "None"}], CacheConfig(BLOCK, 10_000 * BLOCK, None, 1)),
-            ([{"enable_prefix_caching": None}], CacheConfig(BLOCK, 10_000 * BLOCK, None, 1)),
-        ],
-        ids=[
-            *("without the null block", "one engine of two", "the smallest engine", "two processes of one engine"),
-            *("blocks over GPUs", "kinds of layers", "older", "off", "undecided", "unsaid"),
-        ],
-    )
-    def test_is_read_from_metrics(self, fake: FakeServer, gauges: list[dict[str, Any]], config: CacheConfig) -> None:
-        fake.metrics = page(*(gauge(**each) for each in gauges))
+    @pytest.mark.parametrize("name", GAUGES)
+    def test_is_read_from_metrics(self, fake: FakeServer, name: str) -> None:
+        labels, config = GAUGES[name]
+        fake.metrics = page(*(gauge(**each) for each in labels))
         assert read_cache_config(fake.base_url) == config
 
     def test_is_asked_for_with_the_key_or_the_user_of_the_address(self, fake: FakeServer) -> None:
