@@ -62,11 +62,25 @@ def order_of(request: PromptRequest) -> list[str]:
     return [f"d{number}" for number in sorted(places, key=places.__getitem__) if places[number] >= 0]
 
 
+def batches(engine: Any, find: Any = retrieve, **options: Any) -> Any:
+    usual = {"orderer": Orderer(capacity_tokens=100_000), "builder": PromptBuilder(), "batching": AllWaiting(1)}
+    return ordered_batches(engine, plain_retrieval(find), **usual | options)
+
+
+def embedded_batches(worker: Any, tokenizer: Any, retrieval: Any, capacity_tokens: int, **options: Any) -> Any:
+    from ragorder.adapters.embedded import EmbeddedStreams
+
+    builder = PromptBuilder(tokenizer=tokenizer)
+    orderer: Orderer[Document] = Orderer(
+        capacity_tokens=capacity_tokens, prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens
+    )
+    streams = EmbeddedStreams(worker)
+    return ordered_batches(streams, retrieval, orderer=orderer, builder=builder, prompts="token_ids", **options)
+
+
 async def test_documents_are_ordered_for_those_that_wait_and_nothing_else_changes() -> None:
-    engine, orderer, builder = NotedEngine(), Orderer(capacity_tokens=100_000), PromptBuilder()
-    async with ordered_batches(
-        engine, plain_retrieval(retrieve), orderer=orderer, builder=builder, batching=AllWaiting(1)
-    ) as server:
+    engine = NotedEngine()
+    async with batches(engine) as server:
         answers = await asyncio.gather(*(server.run(question) for question in asked(16)))
         for question, answer in zip(asked(16), answers, strict=True):
             assert answer.text == "an answer" and list(answer.documents) == await retrieve(question)
@@ -91,35 +105,21 @@ async def test_a_short_prompt_overtakes_no_long_one_when_none_has_documents_in_t
         return [texts[int(question.query.split()[-1])]]
 
     engine, builder = NotedEngine(), PromptBuilder("Answer from the documents. " * 20)
-    async with ordered_batches(
-        engine,
-        plain_retrieval(own),
-        orderer=Orderer(capacity_tokens=100_000, prefix_tokens=builder.prefix_tokens),
-        builder=builder,
-        batching=AllWaiting(1),
-    ) as server:
+    orderer = Orderer(capacity_tokens=100_000, prefix_tokens=builder.prefix_tokens)
+    async with batches(engine, own, orderer=orderer, builder=builder) as server:
         await asyncio.gather(*(server.run(question) for question in asked(12)))
     assert [int(str(request.messages).split("What of ")[1].split("'")[0]) for request in engine.sent] == list(range(12))
 
 
-async def test_a_batch_s_kv_is_counted_once_per_shared_document() -> None:
+async def test_the_kv_of_a_batch_is_counted_once_per_shared_document() -> None:
     builder = PromptBuilder()
     tokens = builder.document_tokens(DOCUMENTS[0])
 
     async def same(question: Question) -> list[Document]:
         return DOCUMENTS[:4]
 
-    async def largest(limit: int, **options: Any) -> int:
-        async with ordered_batches(
-            NotedEngine(),
-            plain_retrieval(same),
-            orderer=Orderer(capacity_tokens=100_000),
-            builder=builder,
-            joins=False,
-            batching=AllWaiting(),
-            kv_limit=limit,
-            **options,
-        ) as server:
+    async def largest(limit: int) -> int:
+        async with batches(NotedEngine(), same, joins=False, batching=AllWaiting(), kv_limit=limit) as server:
             await asyncio.gather(*(server.run(question) for question in asked(20, max_tokens=10)))
             began = [event for event in server.trace if event.worker == "generation" and event.event == "began"]
             assert all(event.kv_tokens is not None for event in began)
@@ -133,10 +133,8 @@ async def test_a_batch_s_kv_is_counted_once_per_shared_document() -> None:
 
 
 async def test_tenants_share_nothing() -> None:
-    engine, orderer = NotedEngine(), Orderer(capacity_tokens=100_000)
-    async with ordered_batches(
-        engine, plain_retrieval(retrieve), orderer=orderer, builder=PromptBuilder(), batching=AllWaiting(1)
-    ) as server:
+    engine = NotedEngine()
+    async with batches(engine) as server:
         questions = [Question(f"What of {number}", scope=f"tenant {number % 2}") for number in range(12)]
         await asyncio.gather(*(server.run(question) for question in questions))
     assert {request.scope for request in engine.sent} == {"tenant 0", "tenant 1"}
@@ -150,16 +148,8 @@ async def test_metrics_count_batches_and_requests_and_name_no_text() -> None:
     def broken(observed: Any) -> None:
         raise ZeroDivisionError
 
-    async with ordered_batches(
-        NotedEngine(),
-        plain_retrieval(retrieve),
-        orderer=Orderer(capacity_tokens=100_000),
-        builder=PromptBuilder(),
-        joins=False,
-        batching=AllWaiting(4),
-        kv_limit=100_000,
-        observers=[broken, metrics],
-    ) as server:
+    options = {"joins": False, "batching": AllWaiting(4), "kv_limit": 100_000, "observers": [broken, metrics]}
+    async with batches(NotedEngine(), **options) as server:
         await asyncio.gather(*(server.run(question) for question in asked(12)))
     value = metrics.registry.get_sample_value
     assert value("ragorder_batching_requests_total", {"outcome": "answered"}) == 12
@@ -223,26 +213,11 @@ def embed(questions: Sequence[Question]) -> Any:
 
 @pytest.mark.parametrize("joins", [True, False])
 async def test_on_the_embedded_engine_and_an_index_on_disk(engine: Any, index_path: Path, joins: bool) -> None:
-    """Answers are those of each request alone on the engine; documents are cached for those that follow."""
-    from ragorder.adapters.embedded import EmbeddedStreams
-
-    worker, tokenizer = engine
-    builder = PromptBuilder(tokenizer=tokenizer)
-    orderer: Orderer[Document] = Orderer(
-        capacity_tokens=8192, prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens
-    )
-    streams = EmbeddedStreams(worker)
+    """Each request gets its own documents; they are cached for those that follow."""
     questions = asked(20, max_tokens=4)
     with PartitionedSearch(index_path, 4, resident=1, cores=1) as search:
-        async with ordered_batches(
-            streams,
-            PartitionedRetrieval(search, embed, DOCUMENTS.__getitem__, top_k=3),
-            orderer=orderer,
-            builder=builder,
-            prompts="token_ids",
-            joins=joins,
-            kv_limit=6000,
-        ) as server:
+        retrieval = PartitionedRetrieval(search, embed, DOCUMENTS.__getitem__, top_k=3)
+        async with embedded_batches(*engine, retrieval, 8192, joins=joins, kv_limit=6000) as server:
             answers = await asyncio.gather(*(server.run(question) for question in questions))
     found = faiss.read_index(str(index_path)).search(embed(questions), 3)[1].tolist()
     for row, answer in zip(found, answers, strict=True):
@@ -250,7 +225,7 @@ async def test_on_the_embedded_engine_and_an_index_on_disk(engine: Any, index_pa
         assert answer.usage is not None and answer.usage.completion_tokens == 4
     # Five different questions: of four in five the documents are cached, or nearly.
     cached = sum(answer.trace.cached_tokens or 0 for answer in answers)
-    assert cached > 10 * 3 * builder.document_tokens(DOCUMENTS[0])
+    assert cached > 10 * 3 * PromptBuilder(tokenizer=engine[1]).document_tokens(DOCUMENTS[0])
 
 
 class TestAModelThatStreams:
@@ -266,20 +241,9 @@ class TestAModelThatStreams:
             yield streamed
 
     async def answers(self, streamed: Any, observe: Any = lambda observed: None) -> list[Any]:
-        from ragorder.adapters.embedded import EmbeddedStreams
-
-        worker, tokenizer = streamed
-        worker.engine.clear_cache()
-        builder = PromptBuilder(tokenizer=tokenizer)
-        async with ordered_batches(
-            EmbeddedStreams(worker),
-            plain_retrieval(retrieve),
-            orderer=Orderer(capacity_tokens=2048, prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens),
-            builder=builder,
-            prompts="token_ids",
-            batching=AllWaiting(4),
-            observers=[observe],
-        ) as server:
+        streamed[0].engine.clear_cache()
+        options = {"batching": AllWaiting(4), "observers": [observe]}
+        async with embedded_batches(*streamed, plain_retrieval(retrieve), 2048, **options) as server:
             return list(await asyncio.gather(*(server.run(question) for question in asked(8, max_tokens=3))))
 
     async def test_goes_on_after_its_disk_has_failed(self, streamed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,9 +265,7 @@ class TestAModelThatStreams:
         assert sum(answer.trace.failures for answer in answers) > 0
 
     @pytest.mark.slow
-    async def test_runs_one_request_at_a_time_where_memory_is_for_one(
-        self, streamed: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_runs_one_at_a_time_if_memory_is_short(self, streamed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = [answer.text for answer in await self.answers(streamed)]
         engine = streamed[0].engine
         compute = runner_of(engine).compute
@@ -327,16 +289,7 @@ class TestAModelThatStreams:
             Placement(Spread(device, 0, 3 - device), Spread(device=tokens * token), 0, 2, step_tokens=64, slots=1)
             for device, tokens in ((2, 1024), (0, 2048))
         ]
-        builder = PromptBuilder(tokenizer=streamed[1])
-        from ragorder.adapters.embedded import EmbeddedStreams
-
-        async with ordered_batches(
-            EmbeddedStreams(streamed[0]),
-            plain_retrieval(retrieve),
-            orderer=Orderer(capacity_tokens=1024, prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens),
-            builder=builder,
-            prompts="token_ids",
-        ) as server:
+        async with embedded_batches(*streamed, plain_retrieval(retrieve), 1024) as server:
             runs = [asyncio.create_task(server.run(question)) for question in asked(8, max_tokens=3)]
             for placement in placements:
                 await server.place(placement)
@@ -392,17 +345,8 @@ class TestAPlacementThatFollowsTheLoad:
             # Each move takes this long on any machine.
             clock = partial(next, count(step=0.001))
             follower = LoadFollower(replanner, metrics, partial(describe, worker.engine), clock=clock)
-            server = question_server(
-                worker,
-                retrieval,
-                orderer,
-                builder,
-                metrics=metrics,
-                placement=replanner.placed,
-                follower=follower,
-                most=replanner.most,
-            )
-            async with server:
+            options: dict[str, Any] = {"placement": replanner.placed, "follower": follower, "most": replanner.most}
+            async with question_server(worker, retrieval, orderer, builder, metrics=metrics, **options) as server:
                 yield server, worker.engine, metrics.registry.get_sample_value
             await follower.close()
 
@@ -416,9 +360,7 @@ class TestAPlacementThatFollowsTheLoad:
                 return found
         raise AssertionError("the placement does not follow")
 
-    async def test_moves_as_it_rises_and_falls_and_is_what_the_planner_said(
-        self, model: Path, replanner: Any, index_path: Path
-    ) -> None:
+    async def test_moves_with_the_load_as_the_planner_said(self, model: Path, replanner: Any, index_path: Path) -> None:
         from ragorder.pipelining.placement.base import Placement
 
         search, moves = PartitionedSearch(index_path, 4, resident=replanner.placed.partitions), list[Placement]()
@@ -473,11 +415,8 @@ class TestAPlacementThatFollowsTheLoad:
         async def one(question: Question) -> list[Document]:
             return (await retrieve(question))[:1]
 
-        async with self.serving(model, replanner, plain_retrieval(one), lambda *_: "moved") as (
-            server,
-            engine,
-            value,
-        ):
+        async with self.serving(model, replanner, plain_retrieval(one), lambda *_: "moved") as serving:
+            server, engine, value = serving
             before = engine.placement
             monkeypatch.setattr(os, "preadv", preadv)
             failed = partial(value, "ragorder_batching_placements_total", {"outcome": "failed"})

@@ -30,9 +30,9 @@ POINTS = 2.0
 
 @dataclass(frozen=True)
 class Setup:
-    """An application in front of an engine, and what the orderer is told of them.
+    """An application before an engine, and what the orderer is told of them.
 
-    Lengths are in tokens: `prefix` is true and `told_prefix` told; `history` varies behind the documents up to so many;
+    Lengths are in tokens: `prefix` is true and `told_prefix` told; `history` varies after the documents up to so many;
     `others` is what another client sends between two requests. Without `exact` documents come without their length,
     which is estimated at 4 characters a token and off by a factor `ratio`, and by some more for each document.
     """
@@ -71,7 +71,7 @@ class Recorder:
 
 
 class World:
-    """Two engines, one for each order, and the orderer with its stats in front of the one that is served."""
+    """Two engines, one for each order, and the orderer with its stats before the one that is served."""
 
     def __init__(self, setup: Setup, seed: int) -> None:
         self.setup = setup
@@ -151,7 +151,7 @@ class World:
 
         def ask(engine: SimEngine, documents: Sequence[Document]) -> Any:
             body = [token for document in documents for token in self.ids[document.key]]
-            # An agent's documents are a tool's result: they stand behind the question.
+            # An agent's documents are a tool's result: they come after the question.
             prompt = self.prefix + (question + body if setup.agent else body + question)
             completion = engine.generate(prompt)
             if theirs:
@@ -181,8 +181,8 @@ SETUPS = {
     "2 characters a token": Setup(exact=False, ratio=2.0, requests=200),
     "5 characters a token": Setup(exact=False, ratio=0.8),
     "headers that nobody counts": Setup(exact=False, header=8),
-    "history behind": Setup(history=3_000),
-    "history behind, estimated": Setup(history=3_000, exact=False, ratio=1.1),
+    "history after": Setup(history=3_000),
+    "history after, estimated": Setup(history=3_000, exact=False, ratio=1.1),
     "others in the cache": Setup(others=800),
     "more of them": Setup(others=3_000, requests=60),
     "capacity told too large": Setup(told_capacity=262_144),
@@ -196,13 +196,13 @@ SETUPS = {
 
 class TestSaving:
     @pytest.mark.parametrize("name", grid(list(SETUPS), few=10))
-    def test_is_right_or_is_not_said(self, name: str) -> None:
+    def test_is_right_or_not_shown(self, name: str) -> None:
         for seed in range(length(3, 1)):
             World(SETUPS[name], seed).run().check()
 
-    def test_is_said_where_it_can_be(self) -> None:
+    def test_is_shown_where_it_can_be(self) -> None:
         """Not to compare anything would be right as well."""
-        names = ["all told", "prefix unknown", "long prefix unknown", "history behind", "lengths estimated"]
+        names = ["all told", "prefix unknown", "long prefix unknown", "history after", "lengths estimated"]
         seeds = length(3, 1)
         worlds = [World(SETUPS[name], seed).run() for name in names for seed in range(seeds)]
         assert sum(world.check() for world in worlds) >= 13 * seeds // 3
@@ -223,9 +223,9 @@ class TestSaving:
             said += World(setup, seed).run().check()
         assert said >= worlds // 5
 
-    @pytest.mark.parametrize("name", ["an agent", "history behind"])
+    @pytest.mark.parametrize("name", ["an agent", "history after"])
     def test_nothing_is_saved_that_no_request_reports(self, name: str) -> None:
-        """Predicted were 31 % cached for an agent that has 1.5 %, and 52 % with history behind the documents."""
+        """Predicted were 31 % cached for an agent that has 1.5 %, and 52 % with history after the documents."""
         stats = World(replace(SETUPS[name], reports=False), 0).run().stats
         assert stats.saved_tokens is stats.saved_share is stats.other_cached_share is None
         assert stats.cannot_compare == "predicted only: no request reported its cached tokens"
@@ -324,38 +324,23 @@ class TestLearning:
         assert orderer.order(new, scope="b").cached_tokens == 320
         assert orderer.order(new, scope="c").cached_tokens == 0
 
-    @pytest.mark.parametrize("reported", [-1, 1 << 40, True, 3.5])
-    def test_nonsense_teaches_nothing(self, reported: Any) -> None:
-        orderer = Orderer(strict=True)
-        for number in range(20):
-            documents = [Document(f"{number} {each}", "x" * 400) for each in range(3)]
-            orderer.order(documents).confirm(reported, reported, prompt_tokens=reported)
-        assert ratio_of(orderer) == 1
-        assert orderer.order([Document("new", tokens=50)]).documents_end < 100
-
 
 class TestCompare:
     @pytest.mark.parametrize(
-        ("served", "cached", "predicted_other", "reports", "expected"),
+        ("predicted_other", "reports", "expected"),
         [
-            # Right predictions are taken as they are, and no difference is one as well.
-            (100, 40_000, 10_000, Reports(100, 40_000, 40_000, 0, 0), Comparison(10_000, 0, None)),
-            (100, 40_000, 40_000, Reports(100, 40_000, 40_000, 0, 0), Comparison(40_000, 0, None)),
+            # Right predictions are used as they are, and no difference is one as well.
+            (10_000, Reports(100, 40_000, 40_000, 0, 0), Comparison(10_000, 0, None)),
+            (40_000, Reports(100, 40_000, 40_000, 0, 0), Comparison(40_000, 0, None)),
             # A constant excess is added to the other, and a shortfall is the other's in proportion.
-            (
-                1_000,
-                400_000,
-                90_000,
-                Reports(1_000, 400_000, 390_000, 10_000, 100_000),
-                Comparison(100_000, 5_000, None),
-            ),
-            (1_000, 396_000, 100_000, Reports(1_000, 396_000, 400_000, 4_000, 20_000), 99_000),
-            (1_000, 360_000, 100_000, Reports(1_000, 360_000, 400_000, 40_000, 2_000_000), None),
+            (90_000, Reports(1_000, 400_000, 390_000, 10_000, 100_000), Comparison(100_000, 5_000, None)),
+            (100_000, Reports(1_000, 396_000, 400_000, 4_000, 20_000), 99_000),
+            (100_000, Reports(1_000, 360_000, 400_000, 40_000, 2_000_000), None),
         ],
     )
-    def test_corrects_the_other_order(
-        self, served: int, cached: int, predicted_other: int, reports: Reports, expected: Any
-    ) -> None:
+    def test_corrects_the_other_order(self, predicted_other: int, reports: Reports, expected: Any) -> None:
+        """Of requests that were all reported."""
+        served, cached = reports.count, reports.reported
         found = compare(served, 1_000 * served, cached, predicted_other, reports)
         assert expected in (found, found.other_tokens)
 

@@ -351,7 +351,7 @@ class TestOneAfterAnother:
             device.serve(letter)
         assert device.holds("ab") == 0
 
-    def test_what_is_counted(self) -> None:
+    def test_cached_stored_and_evicted_blocks_are_counted(self) -> None:
         device = Device(6, tier())
         assert device.order.oldest_seconds == 0
         device.serve("abc")
@@ -470,9 +470,7 @@ class TestWhereThereIsNoOrder:
     @pytest.mark.parametrize(
         ("groups", "caching", "said"), [(2, True, "2 groups of KV caches"), (1, False, "prefix caching is off")]
     )
-    def test_such_engines_keep_vllms_own(
-        self, caplog: pytest.LogCaptureFixture, groups: int, caching: bool, said: str
-    ) -> None:
+    def test_vllms_own_is_kept(self, caplog: pytest.LogCaptureFixture, groups: int, caching: bool, said: str) -> None:
         from ragorder.adapters.vllm_tiers import TierSettings
 
         device = Device(4)
@@ -523,18 +521,14 @@ class TestTheConnector:
         usual = {"num_preemptions": 0, "skip_reading_prefix_cache": False, "kv_transfer_params": None}
         return SimpleNamespace(**{"request_id": "1", "num_prompt_tokens": 40, **usual, **fields})
 
-    def test_cached_tokens_are_those_of_device_and_host_and_the_cost_that_of_the_rest(
-        self, connector: Any, told: list[Any]
-    ) -> None:
+    def test_cached_tokens_are_from_device_and_host_and_the_rest_costs(self, connector: Any, told: list[Any]) -> None:
         request = self.request()
         assert connector.get_num_new_matched_tokens(request, 16) == (8, True)
         assert connector.request_finished_all_groups(request, ([1, 2, 3],)) == (False, None)
         assert told == [([1, 2, 3], 24, 24.0, RequestFacts())]
         assert connector._cached_tokens == {}
 
-    def test_cached_tokens_are_those_found_before_a_preemption_and_none_if_the_cache_is_skipped(
-        self, connector: Any, told: list[Any]
-    ) -> None:
+    def test_cached_tokens_are_from_before_preemption_or_none_if_skipped(self, connector: Any, told: list[Any]) -> None:
         skipping = self.request(skip_reading_prefix_cache=True)
         connector.get_num_new_matched_tokens(skipping, 0)
         connector.request_finished(skipping, [1])

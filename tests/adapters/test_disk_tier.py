@@ -65,42 +65,39 @@ def content(key: bytes) -> bytes:
 
 
 def chunks(prompt: str) -> list[bytes]:
-    """The keys of a prompt of which each letter is a chunk: as vLLM's, they depend on all before them."""
+    """The keys of a prompt in which each letter is a chunk: as vLLM's, they depend on all before them."""
     return [
         vllm().make_offload_key(hashlib.sha256(prompt[: end + 1].encode()).digest(), 0) for end in range(len(prompt))
     ]
 
 
 class Engine:
-    """vLLM's scheduler and worker, as far as the tiers see them: asks for a prompt's chunks, and computes the
-    others."""
+    """vLLM's scheduler and worker, as the tiers see them: asks for a prompt's chunks, and computes the others."""
 
-    def __init__(self, model: Path, disk: Path, **changes: Any) -> None:
-        facts = {
-            "host_chunks": 4,
-            "disk_bytes": PLENTY,
-            "dtype": "bfloat16",
-            "block_tokens": CHUNK_TOKENS,
-            "events": False,
-        }
-        facts |= {"dp": (0, 1), "settings": {}} | changes
-        settings = TierSettings(
-            host_bytes=facts["host_chunks"] * CHUNK_BYTES,
-            disk_path=disk,
-            disk_bytes=facts["disk_bytes"],
-            **facts["settings"],
-        )
+    def __init__(
+        self,
+        model: Path,
+        disk: Path,
+        *,
+        host_chunks: int = 4,
+        disk_bytes: int = PLENTY,
+        dtype: str = "bfloat16",
+        block_tokens: int = CHUNK_TOKENS,
+        events: bool = False,
+        dp: tuple[int, int] = (0, 1),
+    ) -> None:
+        settings = TierSettings(host_bytes=host_chunks * CHUNK_BYTES, disk_path=disk, disk_bytes=disk_bytes)
         extra = settings.kv_transfer_config()["kv_connector_extra_config"]
-        extra["secondary_tiers"][0]["enable_kv_events"] = facts["events"]
+        extra["secondary_tiers"][0]["enable_kv_events"] = events
         self.config = vllm().OffloadingConfig(
-            groups=(vllm().OffloadingGroupConfig(facts["block_tokens"], ("layer.0", "layer.1"), 0),),
+            groups=(vllm().OffloadingGroupConfig(block_tokens, ("layer.0", "layer.1"), 0),),
             worker_kv_bytes_per_block=CHUNK_BYTES,
-            enable_kv_cache_events=facts["events"],
+            enable_kv_cache_events=events,
             extra_config=extra,
             engine_id=uuid.uuid4().hex,
-            model=vllm().OffloadingModelConfig(str(model), facts["dtype"]),
-            cache=vllm().OffloadingCacheConfig(facts["block_tokens"], 1),
-            parallel=vllm().OffloadingParallelConfig(0, 1, 1, 1, 1, 1, *facts["dp"], None, False),
+            model=vllm().OffloadingModelConfig(str(model), dtype),
+            cache=vllm().OffloadingCacheConfig(block_tokens, 1),
+            parallel=vllm().OffloadingParallelConfig(0, 1, 1, 1, 1, 1, *dp, None, False),
             kv_cache_layout="NHD",
         )
         self.manager: Any = vllm().TierSpec(self.config).get_manager()
@@ -219,9 +216,7 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 class TestWhatLeavesHostMemoryComesBackFromDisk:
-    def test_chunks_leave_the_host_once_and_are_promoted_again_by_another_engine_too(
-        self, engine: Make, tmp_path: Path
-    ) -> None:
+    def test_chunks_are_stored_once_and_loaded_by_another_engine_too(self, engine: Make, tmp_path: Path) -> None:
         served = engine()
         assert served.serve("abcd") == []
         assert served.serve("wxyz") == []
@@ -303,8 +298,8 @@ class TestWhatLeavesHostMemoryComesBackFromDisk:
         served.reset()
         context, keys = served.request("abcd")
         blocked = threading.Event()
-        served.disk._threads.add(ChunkJob(None, 1, lambda _: blocked.wait(60), urgent=True))
-        served.disk._threads.add(ChunkJob(None, 1, lambda _: blocked.wait(60), urgent=True))
+        for _ in range(2):
+            served.disk._threads.add(ChunkJob(None, 1, lambda _: blocked.wait(60), urgent=True))
         for key in keys:
             assert served.manager.lookup(key, context) is vllm().LookupResult.HIT_PENDING
         served.step()
@@ -321,9 +316,9 @@ class TestABadChunkIsComputedAgain:
         served.serve("wxyz")
         store = served.disk._store
         path = tmp_path / "disk" / "chunks" / store._index.chunks[chunks("abcd")[2]].name.path
-        data = bytearray(path.read_bytes())
-        data[5000] ^= 4
         if damage == "flip":
+            data = bytearray(path.read_bytes())
+            data[5000] ^= 4
             path.write_bytes(data)
         elif damage == "cut":
             os.truncate(path, 5000)
@@ -390,15 +385,11 @@ class TestWithoutAStore:
             (model / "model.safetensors").write_bytes(os.urandom(100_000))
         self.check(engine(**change), "identity", caplog)
 
-    def test_a_path_that_cannot_be_a_folder_is_refused(
-        self, engine: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_path_of_a_file_is_refused(self, engine: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         (tmp_path / "disk").write_text("a file")
         self.check(engine(), "unusable", caplog)
 
-    def test_weights_that_cannot_be_identified_leave_no_store(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_unidentified_weights_leave_no_store(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         served = Engine(Path("somebody/some-model"), tmp_path / "disk")
         self.check(served, "unknown-weights", caplog)
         served.close()
@@ -486,13 +477,11 @@ class TestIdentity:
             facts = {"revision": "c" * 40, "max_model_len": 8, "draft": None, "load_format": "auto"} | changes
             draft = facts["draft"] and SimpleNamespace(model="org/draft", revision=facts["draft"])
             extra: dict[str, Any] = {}
+            loading = {name: facts.get(name) for name in ("load_format", "model_loader_extra_config")}
             note_model(
                 SimpleNamespace(
                     model_config=SimpleNamespace(**facts),
-                    load_config=SimpleNamespace(
-                        load_format=facts["load_format"],
-                        model_loader_extra_config=facts.get("model_loader_extra_config"),
-                    ),
+                    load_config=SimpleNamespace(**loading),
                     attention_config=facts.get("attention_config"),
                     speculative_config=SimpleNamespace(draft_model_config=draft),
                     kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from threading import Event, Lock, Thread
@@ -157,7 +157,7 @@ def fake() -> Iterator[FakeServer]:
 
 
 class Publisher:
-    """The far end of KV events: publishes the blocks of every prompt that its server computes."""
+    """Publishes the blocks of every prompt that its server computes, as KV events."""
 
     def __init__(self, topic: str = "kv-events", *, arrays: bool = False, replays: bool = True) -> None:
         self._context = zmq.Context()
@@ -256,6 +256,37 @@ def refusal(*arguments: str | Path, status: int) -> str:
     return errors[0]
 
 
+def sized(num_gpu_blocks: int, *engines: int) -> list[dict[str, Any]]:
+    """Labels of engines with so many blocks each."""
+    return [
+        {"engine": number, "num_gpu_blocks": num_gpu_blocks, "kv_cache_size_tokens": blocks * BLOCK}
+        for number, blocks in enumerate(engines)
+    ]
+
+
+ALL = 10_000 * BLOCK
+# Labels, and the configuration.
+GAUGES: dict[str, tuple[list[dict[str, Any]], CacheConfig]] = {
+    "without the null block": (sized(129, 129), CacheConfig(BLOCK, 128 * BLOCK, True, 1)),
+    # As vLLM 0.32 says it with --data-parallel-size 2 and 129 blocks in each engine: the sum of both.
+    "one engine of two": (sized(258, 129, 129), CacheConfig(BLOCK, 128 * BLOCK, True, 2)),
+    "the smallest engine": (sized(140, 90, 50), CacheConfig(BLOCK, 50 * BLOCK, True, 2)),
+    "two processes": ([{"concurrency": "2.0"}, {"concurrency": "2.1"}], CacheConfig(BLOCK, ALL, True, 1)),
+    "blocks over GPUs": (
+        [{"effective_attention_block_size": 64, "num_gpu_blocks": 101, "kv_cache_size_tokens": None}],
+        CacheConfig(64, 100 * 64, True, 1),
+    ),
+    "a block for each kind of layer": ([{"kv_cache_size_tokens": 5000}], CacheConfig(BLOCK, 5000, True, 1)),
+    "an older version": (
+        [dict.fromkeys(("effective_attention_block_size", "kv_cache_size_tokens", "engine", "hash_block_size"))],
+        CacheConfig(BLOCK, ALL, True, 1),
+    ),
+    "off": ([{"enable_prefix_caching": "False"}], CacheConfig(BLOCK, ALL, False, 1)),
+    "undecided": ([{"enable_prefix_caching": "None"}], CacheConfig(BLOCK, ALL, None, 1)),
+    "unsaid": ([{"enable_prefix_caching": None}], CacheConfig(BLOCK, ALL, None, 1)),
+}
+
+
 class TestWhatAServerSaysOfItsCache:
     @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/", "?key=1"])
     def test_is_found_however_its_address_is_written(self, fake: FakeServer, end: str) -> None:
@@ -266,52 +297,10 @@ class TestWhatAServerSaysOfItsCache:
         fake.raw["/llm/metrics"] = page().encode()
         assert read_cache_config(f"{fake.base_url}/llm/v1").block_size == BLOCK
 
-    @pytest.mark.parametrize(
-        ("gauges", "config"),
-        [
-            ([{"num_gpu_blocks": 129, "kv_cache_size_tokens": 129 * BLOCK}], CacheConfig(BLOCK, 128 * BLOCK, True, 1)),
-            # As vLLM 0.32 says it with --data-parallel-size 2 and 129 blocks in each engine: the sum of both.
-            (
-                [{"engine": n, "num_gpu_blocks": 258, "kv_cache_size_tokens": 129 * BLOCK} for n in range(2)],
-                CacheConfig(BLOCK, 128 * BLOCK, True, 2),
-            ),
-            (
-                [
-                    {"engine": n, "num_gpu_blocks": 140, "kv_cache_size_tokens": BLOCK * blocks}
-                    for n, blocks in enumerate((90, 50))
-                ],
-                CacheConfig(BLOCK, 50 * BLOCK, True, 2),
-            ),
-            ([{"concurrency": "2.0"}, {"concurrency": "2.1"}], CacheConfig(BLOCK, 10_000 * BLOCK, True, 1)),
-            # Blocks that span GPUs.
-            (
-                [{"effective_attention_block_size": 64, "num_gpu_blocks": 101, "kv_cache_size_tokens": None}],
-                CacheConfig(64, 100 * 64, True, 1),
-            ),
-            # A token may take a block for each kind of layer.
-            ([{"kv_cache_size_tokens": 5000}], CacheConfig(BLOCK, 5000, True, 1)),
-            # An older version.
-            (
-                [
-                    dict.fromkeys(
-                        ("effective_attention_block_size", "kv_cache_size_tokens", "engine", "hash_block_size")
-                    )
-                ],
-                CacheConfig(BLOCK, 10_000 * BLOCK, True, 1),
-            ),
-            ([{"enable_prefix_caching": "False"}], CacheConfig(BLOCK, 10_000 * BLOCK, False, 1)),
-            ([{"enable_prefix_caching": "None"}], CacheConfig(BLOCK, 10_000 * BLOCK, None, 1)),
-            ([{"enable_prefix_caching": None}], CacheConfig(BLOCK, 10_000 * BLOCK, None, 1)),
-        ],
-        ids=[
-            *("without the null block", "one engine of two", "the smallest engine", "two processes of one engine"),
-            *("blocks over GPUs", "kinds of layers", "older", "off", "undecided", "unsaid"),
-        ],
-    )
-    def test_is_read_from_its_metrics(
-        self, fake: FakeServer, gauges: list[dict[str, Any]], config: CacheConfig
-    ) -> None:
-        fake.metrics = page(*(gauge(**each) for each in gauges))
+    @pytest.mark.parametrize("name", GAUGES)
+    def test_is_read_from_metrics(self, fake: FakeServer, name: str) -> None:
+        labels, config = GAUGES[name]
+        fake.metrics = page(*(gauge(**each) for each in labels))
         assert read_cache_config(fake.base_url) == config
 
     def test_is_asked_for_with_the_key_or_the_user_of_the_address(self, fake: FakeServer) -> None:
@@ -330,13 +319,11 @@ class TestAServerThatDoesNotSay:
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    def test_a_server_that_cannot_be_reached(self, fake: FakeServer) -> None:
-        fake.stop()
-        assert "check host and port" in self.complaint(fake)
-
-    def test_because_it_hangs(self, fake: FakeServer) -> None:
+    def test_because_it_hangs_or_is_gone(self, fake: FakeServer) -> None:
         fake.hangs.add("/metrics")
         assert "within 0.2 s" in self.complaint(fake, timeout_s=0.2)
+        fake.stop()
+        assert "check host and port" in self.complaint(fake)
 
     @pytest.mark.parametrize(
         ("status", "said"), [(401, "RAGORDER_API_KEY"), (403, "RAGORDER_API_KEY"), (503, "HTTP 503")]
@@ -367,39 +354,31 @@ class TestAServerThatDoesNotSay:
 
     @pytest.mark.parametrize("value", ["None", "", "0", "-1", "1e9", "9" * 5000, None])
     @pytest.mark.parametrize("label", ["num_gpu_blocks", "block_size"])
-    def test_a_block_size_that_is_not_set_yet(self, fake: FakeServer, label: str, value: str | None) -> None:
+    def test_because_a_size_is_not_set_yet(self, fake: FakeServer, label: str, value: str | None) -> None:
         fake.metrics = page(gauge(**{"effective_attention_block_size": "None", label: value}))
         assert label in self.complaint(fake)
 
-    def test_because_it_never_comes_to_an_end(self) -> None:
+    @pytest.mark.parametrize(
+        ("pieces", "timeout_s", "said"),
+        [
+            ([b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n", *[b"#"] * 100], 0.3, "within"),
+            ([b"SSH-2.0-OpenSSH\r\n"], 5.0, "no answer in HTTP"),
+        ],
+        ids=["never ends", "not HTTP"],
+    )
+    def test_because_of_what_it_sends(self, pieces: list[bytes], timeout_s: float, said: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
 
-            def drip() -> None:
+            def send() -> None:
                 client, _ = listener.accept()
-                with client:
-                    client.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n")
-                    try:
-                        for _ in range(100):
-                            client.sendall(b"#")
-                            time.sleep(0.05)
-                    except OSError:
-                        return
+                with client, suppress(OSError):
+                    for piece in pieces:
+                        client.sendall(piece)
+                        time.sleep(0.05)
 
-            Thread(target=drip, daemon=True).start()
-            with pytest.raises(ServerError, match="within"):
-                read_cache_config(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.3)
-
-    def test_because_it_does_not_speak_http(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-
-            def greet() -> None:
-                client, _ = listener.accept()
-                with client:
-                    client.sendall(b"SSH-2.0-OpenSSH\r\n")
-
-            Thread(target=greet, daemon=True).start()
-            with pytest.raises(ServerError, match="no answer in HTTP"):
-                read_cache_config(f"http://127.0.0.1:{listener.getsockname()[1]}")
+            Thread(target=send, daemon=True).start()
+            with pytest.raises(ServerError, match=said):
+                read_cache_config(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=timeout_s)
 
     @pytest.mark.parametrize(
         "address", ["", "localhost:8000", "ftp://host", "http://", "http://me:secret@host:port", "me:secret@host:8000"]
@@ -462,7 +441,7 @@ class TestTheServer:
         assert verdicts(fake, model="fake")["server"] == "warning"
         assert {body["model"] for body in fake.bodies("/v1/completions")} == {"fake"}
 
-    def test_that_is_no_server_of_models(self, fake: FakeServer) -> None:
+    def test_of_another_kind(self, fake: FakeServer) -> None:
         fake.raw = {"/v1/models": b"<html>", "/metrics": b"<html>", "/v1/completions": b"[" * 100_000}
         found = verdicts(fake, model="any")
         assert found.pop("server") == "warning"
@@ -487,13 +466,7 @@ class TestPrefixCaching:
         ("metrics", "caching", "reporting", "verdict", "said"),
         [
             (ON, True, True, "good", "32 of 48 tokens"),
-            (
-                OFF,
-                False,
-                True,
-                "bad",
-                "off: every prompt is computed from its first token on start vLLM with --enable-prefix-caching",
-            ),
+            (OFF, False, True, "bad", "on start vLLM with --enable-prefix-caching"),
             # By experiment.
             (None, True, True, "good", "tokens of a prompt were cached when it was repeated"),
             (None, False, True, "bad", "--disable-radix-cache"),
@@ -540,9 +513,7 @@ class TestPrefixCaching:
         ("sglang:num_running_reqs 0.0\n", "unknown", "RAGORDER_CAPACITY_TOKENS"),
     ],
 )
-def test_the_capacity_is_said_in_tokens_blocks_and_prompts(
-    fake: FakeServer, metrics: str, verdict: str, said: str
-) -> None:
+def test_capacity_is_in_tokens_blocks_and_prompts(fake: FakeServer, metrics: str, verdict: str, said: str) -> None:
     fake.metrics = metrics
     found = findings(fake)["capacity"]
     assert found.verdict == verdict
@@ -586,9 +557,12 @@ class TestKVEvents:
         found = findings(fake)["KV events"]
         assert found.verdict == "unknown"
         assert "LRU" in found.found
-        flag = str(found.advice).split("--kv-events-config '")[1].split("'")[0]
-        assert json.loads(flag)["enable_kv_cache_events"] is True
+        assert self.config_in(found)["enable_kv_cache_events"] is True
         assert "--events-endpoint ipc:///tmp/vllm-events " in str(found.advice)
+
+    @staticmethod
+    def config_in(finding: Finding) -> Any:
+        return json.loads(str(finding.advice).split("--kv-events-config '")[1].split("'")[0])
 
     @pytest.mark.parametrize(
         ("host", "engines", "published", "there"),
@@ -599,12 +573,10 @@ class TestKVEvents:
             ("fe80::7", 1, "tcp://*:5557", "tcp://[fe80::7]:5557"),
         ],
     )
-    def test_are_advised_as_the_documentation_has_them(
-        self, host: str, engines: int, published: str, there: str
-    ) -> None:
-        """Without a topic, which would have to be given twice; ipc is for one engine on the same machine."""
+    def test_are_advised_without_a_topic(self, host: str, engines: int, published: str, there: str) -> None:
+        """It would have to be given twice. ipc is for one engine on the same machine."""
         (finding,) = check_events(None, host, engines, list, 1.0)
-        config = json.loads(str(finding.advice).split("--kv-events-config '")[1].split("'")[0])
+        config = self.config_in(finding)
         assert (config["endpoint"], config.keys() & {"topic"}) == (published, set())
         assert f"--events-endpoint {there} --replay-endpoint tcp://" in str(finding.advice)
 
@@ -750,6 +722,7 @@ class TestWhatAnswers:
         assert said.count("--kv-events-config '") == 1
 
 
+BRIEF = "Be brief.\n[paris]\n…", "Be brief.\n[rome]\n…"
 ALICE_AND_BOB = chat(f"{SYSTEM}You help Alice.", "[d1]\ntext"), chat(f"{SYSTEM}You help Bob.", "[d1]\ntext")
 FOR_ALICE_AND_BOB = f"{SYSTEM}For Alice.\n[d1]\n…", f"{SYSTEM}For Bob.\n[d1]\n…"
 DAYS = f"{SYSTEM}[d1]\n2026-11-20 saw rain", f"{SYSTEM}[d1]\n2026-11-21 saw snow"
@@ -761,18 +734,8 @@ PROMPTS: dict[str, Any] = {
         {"shared prefix": "bad", "volatile text": "bad"},
         ["share 9 tokens, 0 whole blocks of 16", "into the question"],
     ),
-    "less than a block": (
-        ("Be brief.\n[paris]\n…", "Be brief.\n[rome]\n…"),
-        None,
-        {"shared prefix": "warning"},
-        ["--document-marker"],
-    ),
-    "less than a block before documents": (
-        ("Be brief.\n[paris]\n…", "Be brief.\n[rome]\n…"),
-        "[",
-        {"shared prefix": "good"},
-        [],
-    ),
+    "less than a block": (BRIEF, None, {"shared prefix": "warning"}, ["--document-marker"]),
+    "less than a block before documents": (BRIEF, "[", {"shared prefix": "good"}, []),
     "inside the system prompt": (ALICE_AND_BOB, None, {"shared prefix": "warning"}, ["inside the system prompt"]),
     "inside documents in the system prompt": (ALICE_AND_BOB, "You help", {"shared prefix": "good"}, []),
     "one system prompt is longer": (
@@ -788,7 +751,7 @@ PROMPTS: dict[str, Any] = {
         [],
     ),
     "before the documents": (FOR_ALICE_AND_BOB, None, {"shared prefix": "good"}, []),
-    "before the documents, as is said": (FOR_ALICE_AND_BOB, "[d", {"shared prefix": "bad"}, []),
+    "before the documents, with a marker": (FOR_ALICE_AND_BOB, "[d", {"shared prefix": "bad"}, []),
     "where the documents begin": (
         (f"{SYSTEM}\n[paris]\nParis is…", f"{SYSTEM}\n[rome]\nRome was…"),
         None,
@@ -855,14 +818,11 @@ class TestTwoPrompts:
         found = findings(fake, samples=("x" * 400 + "1", "x" * 400 + "2"))["shared prefix"]
         assert "share 100 tokens (estimated" in found.found
 
-    def test_for_a_server_whose_blocks_are_unknown(self, fake: FakeServer) -> None:
-        fake.metrics = None
-        assert "blocks of 16 (assumed)" in findings(fake, samples=("x" * 40, "x" * 40 + "2"))["shared prefix"].found
-
-    def test_with_contents_in_parts(self, fake: FakeServer) -> None:
-        fake.tokenizes = False
+    def test_with_contents_in_parts_for_a_server_whose_blocks_are_unknown(self, fake: FakeServer) -> None:
+        fake.metrics, fake.tokenizes = None, False
         prompts = [[{"role": "user", "content": [{"type": "text", "text": f"{SYSTEM}{end}"}, 7]}] for end in "ab"]
-        assert "share" in findings(fake, samples=(prompts[0], prompts[1]))["shared prefix"].found
+        found = findings(fake, samples=(prompts[0], prompts[1]))["shared prefix"].found
+        assert "share" in found and "blocks of 16 (assumed)" in found
 
     def test_are_quoted_with_forty_characters_each(self, fake: FakeServer) -> None:
         found = findings(fake, samples=("a" * 100 + "b" * 100, "a" * 100 + "c" * 100))["volatile text"].found
@@ -905,22 +865,16 @@ class TestTheCommand:
         (tmp_path / "two.json").write_text(json.dumps(chat("2026-11-21\n", SYSTEM)), "utf-8")
         return ["--prompt", tmp_path / "one.txt", "--prompt", tmp_path / "two.json"]
 
-    def test_says_yes_to_a_good_server_and_paints_none_of_its_markup(self, fake: FakeServer) -> None:
+    def test_says_yes_to_a_good_server_and_no_to_a_bad_one_and_paints_no_markup(self, fake: FakeServer) -> None:
         fake.models = {"data": [{"id": "[red]model[/red]"}]}
         done = doctor(fake.base_url)
-        assert "[red]model[/red]" in done.stdout
-        assert done.exit_code == 0
-        assert done.stderr == ""
+        assert (done.exit_code, done.stderr) == (0, "")
         assert done.stdout.count("✓") == 4
-        assert "?" in done.stdout
-
-    def test_says_no_to_a_bad_one_and_what_to_change(self, fake: FakeServer) -> None:
+        assert "?" in done.stdout and "[red]model[/red]" in done.stdout
         fake.metrics = page(gauge(enable_prefix_caching="False", num_gpu_blocks=9))
         done = doctor(fake.base_url)
         assert done.exit_code == 1
-        assert "✗" in done.stdout
-        assert "!" in done.stdout
-        assert "--enable-prefix-caching" in done.stdout
+        assert all(each in done.stdout for each in ("✗", "!", "--enable-prefix-caching"))
 
     def test_never_breaks_what_is_to_be_copied(self, fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", "60")

@@ -65,7 +65,7 @@ def reported(*arguments: Any) -> dict[str, Any]:
 
 
 class TestReport:
-    def test_says_what_is_needed_and_what_results(self, config: Path) -> None:
+    def test_shows_what_is_needed_and_what_results(self, config: Path) -> None:
         done = doctor("--model", config, *BUDGETS)
         assert done.exit_code == 0, done.output
         # 202 million parameters a layer, 32 of them, two bytes each.
@@ -87,20 +87,14 @@ class TestReport:
         assert placement["engine_settings"]["max_requests"] == placement["batch"]
         assert sum(found["model"]["layers"]) == pytest.approx(32 * 202.4e6 * 2, rel=0.01)
 
-    def test_shorter_requests_let_more_run(self, config: Path) -> None:
+    def test_request_lengths_dtype_backlog_and_disk_are_planned_for(self, config: Path) -> None:
         tokens = ("--prompt-tokens", "200", "--answer-tokens", "16")
         short, long = reported("--model", config, *BUDGETS, *tokens), reported("--model", config, *BUDGETS)
         assert short["workload"]["prompt_tokens"] == 200
         assert short["placement"]["batch"] > long["placement"]["batch"]
-
-    def test_a_dtype_changes_the_bytes(self, config: Path) -> None:
         half, whole = (reported("--model", config, *BUDGETS, "--dtype", dtype) for dtype in ("float16", "float32"))
         assert whole["model"]["layers"][0] == 2 * half["model"]["layers"][0]
-
-    def test_a_backlog_is_what_is_planned_for(self, config: Path) -> None:
         assert reported("--model", config, *BUDGETS, "--backlog", "1")["placement"]["batch"] == 1
-
-    def test_the_disk_has_kv(self, config: Path) -> None:
         kv = reported("--model", config, *BUDGETS, "--disk-bytes", "10GiB")["placement"]["kv"]
         assert 9 << 30 < kv["disk"] <= 10 << 30
 
@@ -187,7 +181,7 @@ class TestServing:
 
 
 class TestIndex:
-    def test_is_cut_into_partitions(self, config: Path, index: Path) -> None:
+    def test_is_cut_into_partitions_at_most_one_for_each_cluster(self, config: Path, index: Path) -> None:
         found = reported("--model", config, *BUDGETS, "--index", index, "--partitions", "8")
         sizes = found["index"]["partitions"]
         assert len(sizes) == 8
@@ -195,8 +189,6 @@ class TestIndex:
         assert sum(sizes) == 5000 * (16 * 4 + 8)
         assert found["index"]["fixed"] + sum(sizes) == index.stat().st_size
         assert found["placement"]["partitions"] == 8
-
-    def test_has_at_most_a_partition_for_each_cluster(self, config: Path, index: Path) -> None:
         found = reported("--model", config, *BUDGETS, "--index", index, "--partitions", "1000")
         assert len(found["index"]["partitions"]) == 64
 
@@ -217,24 +209,19 @@ class TestIndex:
         assert "none.faiss" in done.stderr
 
 
-class TestProfile:
-    @pytest.fixture
-    def profile(self, tmp_path: Path) -> Path:
-        samples = [
-            GenerationSample(batch=batch, device_layers=device, host_layers=0, seconds=(9 - device) * batch**0.5)
-            for device in (0, 8)
-            for batch in (1, 8)
-        ]
-        model = ModelSizes(layers=(100,) * 8, outside=50, kv_token=1, step_bytes=((64, 30),))
-        made = PlacementProfile(model=model, generation=tuple(samples), step_tokens=64)
-        made.to_file(tmp_path / "profile.json")
-        return tmp_path / "profile.json"
-
-    def test_has_the_sizes_and_measured_times(self, profile: Path) -> None:
-        found = reported("--profile", profile, "--device-bytes", "100000", "--host-bytes", "1000")
-        assert found["estimated"] is False
-        assert found["placement"]["weights"] == {"device": 8, "host": 0, "disk": 0}
-        assert found["placement"]["generation_s"] == pytest.approx(8**0.5)
+def test_a_profile_has_the_sizes_and_measured_times(tmp_path: Path) -> None:
+    samples = [
+        GenerationSample(batch=batch, device_layers=device, host_layers=0, seconds=(9 - device) * batch**0.5)
+        for device in (0, 8)
+        for batch in (1, 8)
+    ]
+    model = ModelSizes(layers=(100,) * 8, outside=50, kv_token=1, step_bytes=((64, 30),))
+    profile = tmp_path / "profile.json"
+    PlacementProfile(model=model, generation=tuple(samples), step_tokens=64).to_file(profile)
+    found = reported("--profile", profile, "--device-bytes", "100000", "--host-bytes", "1000")
+    assert found["estimated"] is False
+    assert found["placement"]["weights"] == {"device": 8, "host": 0, "disk": 0}
+    assert found["placement"]["generation_s"] == pytest.approx(8**0.5)
 
 
 class TestBudgets:

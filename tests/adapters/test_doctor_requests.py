@@ -69,15 +69,13 @@ class TestAllIsWell:
         # Those two ask a server.
         assert checked.pop("chat template") == checked.pop("topic's replica") == "unknown"
         assert set(checked.values()) == {"good"}
+        told = found["requests"].found
+        assert told.startswith("30 requests: ")
+        cached, known = (float(part.split()[-1]) for part in told.split(" %")[:2])
+        assert 70 < cached <= known < 100
         done = doctor("--requests", tmp_path / "requests.jsonl", "--block-size", "16")
         assert done.exit_code == 0
         assert_quotes_nothing(done.output)
-
-    def test_is_told_in_shares(self, examine: Examine) -> None:
-        found = examine(healthy(), block_size=16)["requests"].found
-        assert found.startswith("30 requests: ")
-        shares = [float(part.split()[-1]) for part in found.split(" %")[:2]]
-        assert 70 < shares[0] <= shares[1] < 100
 
     def test_steps_are_read_from_the_hits(self, examine: Examine) -> None:
         assert examine(healthy())["cache granularity"].verdict == "good"
@@ -107,22 +105,18 @@ class TestRequests:
         assert found.verdict == "unknown"
 
 
+def dated(number: int) -> dict[str, Any]:
+    return {"chat_template_kwargs": {"date_string": f"{number} Nov"}}
+
+
 class TestRequestFields:
     """Requests that begin alike and find nothing of each other in the cache."""
 
     @pytest.mark.parametrize(
         ("fields", "named", "does"),
         [
-            (
-                lambda number: {"chat_template_kwargs": {"date_string": f"{number} Nov"}},
-                ["chat_template_kwargs (19)"],
-                "same chat_template_kwargs",
-            ),
-            (
-                lambda number: {"extra_body": {"chat_template_kwargs": {"date_string": f"{number} Nov"}}},
-                ["chat_template_kwargs (19)"],
-                "same chat_template_kwargs",
-            ),
+            (dated, ["chat_template_kwargs (19)"], "same chat_template_kwargs"),
+            (lambda number: {"extra_body": dated(number)}, ["chat_template_kwargs (19)"], "same chat_template_kwargs"),
             (lambda number: {"cache_salt": f"user-{number}"}, ["cache_salt (19)"], "one for each tenant"),
             (lambda number: {"model": f"lora-{number}"}, ["model (19)"], "each LoRA adapter has a cache of its own"),
             (
@@ -135,12 +129,7 @@ class TestRequestFields:
         ids=["arguments", "arguments in extra_body", "salt", "LoRA", "salt and LoRA", "effort"],
     )
     def test_that_differ_are_named(
-        self,
-        examine: Examine,
-        tmp_path: Path,
-        fields: Callable[[int], dict[str, Any]],
-        named: list[str],
-        does: str,
+        self, examine: Examine, tmp_path: Path, fields: Callable[[int], Any], named: list[str], does: str
     ) -> None:
         found = examine([counted(asked(number, **fields(number)), 300, 0) for number in range(20)])
         each = found["request fields"]
@@ -149,13 +138,15 @@ class TestRequestFields:
         assert shares(each.found)[0] == 0 and shares(each.found)[1] > 85
         assert does in str(each.advice)
         assert found["requests"].advice == "see the findings below"
-        assert doctor("--requests", tmp_path / "requests.jsonl").exit_code == 1
+        done = doctor("--requests", tmp_path / "requests.jsonl")
+        assert done.exit_code == 1
+        assert_quotes_nothing(done.output)
 
     def test_that_cost_no_hit_are_no_reason(self, examine: Examine) -> None:
         lines = [counted(asked(each, chat_template_kwargs={"thinking": str(each)}), 300, 256) for each in range(20)]
         assert examine(lines)["request fields"].verdict == "good"
 
-    def test_of_which_only_answers_would_tell_are_a_warning(self, examine: Examine) -> None:
+    def test_without_reports_of_hits_are_a_warning(self, examine: Examine) -> None:
         lines = [asked(number, chat_template_kwargs={"thinking": str(number)}) for number in range(20)]
         assert examine(lines)["request fields"].verdict == "warning"
 
@@ -165,15 +156,6 @@ class TestRequestFields:
 
 
 class TestCommand:
-    def test_a_bad_finding_is_an_exit_status(self, tmp_path: Path) -> None:
-        lines = served((chat([name], "?") for name in NAMES[:20]), step=784)
-        path = write_log(tmp_path / "requests.jsonl", lines)
-        done = doctor("--requests", path, "--block-size", "784", "--json")
-        assert done.exit_code == 1
-        found = {each["check"]: each for each in json.loads(done.stdout)["findings"]}
-        assert found["cache granularity"]["verdict"] == "bad"
-        assert_quotes_nothing(done.output)
-
     def test_a_server_is_examined_as_well(self, tmp_path: Path, balance: Balance) -> None:
         pytest.importorskip("zmq")
         path = write_log(tmp_path / "requests.jsonl", healthy(5))
@@ -231,7 +213,7 @@ class TestTopic:
         assert len(set(balancer.topics)) == 1
 
     @pytest.mark.parametrize("replicas", [2, 3, 64])
-    def test_one_that_goes_round_is_found(self, examine: Examine, balance: Balance, replicas: int) -> None:
+    def test_one_that_takes_replicas_in_turn_is_bad(self, examine: Examine, balance: Balance, replicas: int) -> None:
         found = self.probe(examine, balance(lambda number, _: number % replicas))
         assert found.verdict == "bad"
         assert found.found.startswith(f"{max(0, 8 - replicas)} of 7 requests")
@@ -278,26 +260,17 @@ class TestTemplate:
         [(plain, "good"), (counting, "bad"), (thinking, "warning")],
         ids=["plain", "counts", "thinks"],
     )
-    def test_renders_a_turn_twice(
-        self,
-        examine: Examine,
-        balance: Balance,
-        render: Callable[..., str],
-        verdict: str,
-    ) -> None:
+    def test_renders_turns(self, examine: Examine, balance: Balance, render: Callable[..., str], verdict: str) -> None:
         balancer = balance(render=render)
-        assert self.check(examine, balancer, healthy(5)).verdict == verdict
-        assert self.check(examine, balancer, conversations(list)).verdict == verdict
+        for lines in (healthy(5), conversations(list)):
+            assert self.check(examine, balancer, lines).verdict == verdict
 
     def test_the_logs_own_turns_show_what_made_up_ones_do_not(self, examine: Examine, balance: Balance) -> None:
         balancer = balance(render=forgetful)
         assert self.check(examine, balancer, healthy(5)).verdict == "good"
-        first = [
-            {"role": "user", "content": "which of them?"},
-            {"role": "assistant", "content": "<think>a</think>this"},
-        ]
+        first = [user("which of them?"), {"role": "assistant", "content": "<think>a</think>this"}]
         tool = [*first, {"role": "tool", "content": "<think>what the tool has said of it</think>that"}]
-        last = [*tool, {"role": "assistant", "content": "that one"}, {"role": "user", "content": "and then?"}]
+        last = [*tool, {"role": "assistant", "content": "that one"}, user("and then?")]
         lines = served({"model": "qwen", "messages": messages} for messages in (tool, last))
         found = self.check(examine, balancer, lines)
         assert found.verdict == "bad"
@@ -344,6 +317,10 @@ class TestARealServer:
         assert "vllm:num_requests_waiting" in page.text
 
 
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
 class TestLog:
     def read(self, tmp_path: Path, *lines: Any, **options: Any) -> Any:
         return read_log(write_log(tmp_path / "requests.jsonl", lines), **options)
@@ -353,18 +330,10 @@ class TestLog:
             tmp_path,
             {"prompt": "some text", "usage": {"prompt_tokens": 4}},
             {"prompt": [1, 2, 3]},
-            {
-                "request": {"messages": [{"role": "user", "content": "hello"}]},
-                "response": {"usage": {"prompt_tokens": 7}},
-            },
-            {
-                "body": {
-                    "system": "be brief",
-                    "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
-                }
-            },
+            {"request": {"messages": [user("hello")]}, "response": {"usage": {"prompt_tokens": 7}}},
+            {"body": {"system": "be brief", "messages": [user([{"type": "text", "text": "hi"}])]}},
             {"instructions": "be brief", "input": "hi"},
-            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]},
+            {"input": [user([{"type": "input_text", "text": "hi"}])]},
             {"messages": [], "ragorder": {"documents": [{"id": "a", "text": "first"}], "query": "which?"}},
         )
         texts = [each.text for each in log.requests]
@@ -383,9 +352,9 @@ class TestLog:
         (request,) = self.read(tmp_path, {"prompt": "some text", "usage": usage}).requests
         assert (request.prompt_tokens, request.cached_tokens, request.written_tokens) == (1000, 700, 100)
 
-    def test_what_stands_in_front_is_known(self, tmp_path: Path) -> None:
+    def test_tools_and_system_message_come_first(self, tmp_path: Path) -> None:
         tools = [{"type": "function", "function": {"name": "search"}}]
-        messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+        messages = [{"role": "system", "content": "be brief"}, user("hi")]
         (request,) = self.read(tmp_path, {"tools": tools, "messages": messages}).requests
         assert [each.role for each in request.messages] == ["tools", "system", "user"]
         assert request.text[request.system_end :] == "<user>\nhi\n"

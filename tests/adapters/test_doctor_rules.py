@@ -23,7 +23,6 @@ from support.request_logs import (
     counted,
     document,
     examined,
-    healthy,
     of_cloud,
     served,
     shares,
@@ -41,10 +40,9 @@ def examine(tmp_path: Path) -> Examine:
 
 
 class TestGranularity:
-    @pytest.fixture
-    def short(self) -> Lines:
-        """Requests that share a system prompt alone, on a model that resumes every 784 tokens."""
-        return served((chat([name], "?") for name in NAMES[:20]), step=784)
+    def short(self, step: int = 784) -> Lines:
+        """Requests that share a system prompt alone, on a model that resumes after so many tokens."""
+        return served((chat([name], "?") for name in NAMES[:20]), step=step)
 
     @pytest.mark.parametrize(
         ("step", "verdict", "said"),
@@ -55,22 +53,17 @@ class TestGranularity:
             (16, "good", []),
         ],
     )
-    def test_steps_are_compared_with_what_requests_share(
-        self, examine: Examine, step: int, verdict: str, said: list[str]
-    ) -> None:
-        lines = served((chat([name], "?") for name in NAMES[:20]), step=step)
-        found = examine(lines, block_size=step)["cache granularity"]
+    def test_steps_fit_what_requests_share(self, examine: Examine, step: int, verdict: str, said: list[str]) -> None:
+        found = examine(self.short(step), block_size=step)["cache granularity"]
         assert found.verdict == verdict
         assert [words for words in said if words not in f"{found.found} {found.advice}"] == []
 
-    def test_are_unknown_where_nothing_was_ever_found(self, examine: Examine, short: Lines) -> None:
-        found = examine(short)["cache granularity"]
+    def test_are_unknown_without_hits_and_by_hits_of_one_length(self, examine: Examine) -> None:
+        found = examine(self.short())["cache granularity"]
         assert found.verdict == "unknown"
         assert "--block-size" in str(found.advice)
-
-    def test_are_unknown_by_hits_of_one_length(self, examine: Examine, short: Lines) -> None:
         again = chat(NAMES[:30], "?")
-        bodies = [again, again, *({name: line[name] for name in line if name != "usage"} for line in short)]
+        bodies = [again, again, *({name: line[name] for name in line if name != "usage"} for line in self.short())]
         lines = served(bodies, step=784)
         assert len({line["usage"]["prompt_tokens_details"]["cached_tokens"] for line in lines} - {0}) == 1
         found = examine(lines)["cache granularity"]
@@ -99,14 +92,12 @@ class TestMinimum:
             ("deepseek-ai/DeepSeek-V3", 2, 0, "good", "no model of the log is known to have one"),
         ],
     )
-    def test_is_the_models(
-        self, examine: Examine, model: str, documents: int, read: int, verdict: str, says: str
-    ) -> None:
+    def test_by_model(self, examine: Examine, model: str, documents: int, read: int, verdict: str, says: str) -> None:
         bodies = [chat(NAMES[:documents], f"number {number}?", model=model) for number in range(10)]
         found = examine([of_cloud(body, read=read, written=0) for body in bodies])["provider's minimum"]
         assert (found.verdict, found.found[: len(says)]) == (verdict, says)
 
-    def test_so_are_beginnings_below_it(self, examine: Examine) -> None:
+    def test_beginnings_below_it_are_bad(self, examine: Examine) -> None:
         bodies = [
             chat([NAMES[0], *(f"own {number} {place}" for place in range(30))], "?", model="claude-haiku-4-5")
             for number in range(10)
@@ -120,32 +111,25 @@ class TestTextBeforeTheDocuments:
     def with_head(self, head: Callable[[int], str]) -> Lines:
         return served(chat(NAMES[:4], f"number {number}?", system=f"{head(number)}\n{SYSTEM}") for number in range(20))
 
-    @pytest.mark.parametrize(
-        ("head", "kind"),
-        [
-            (lambda number: f"Today is 2026-11-{number % 28 + 1:02} 10:{number:02}.", "a date"),
-            (lambda number: f"It is {number + 2:02}:15.", "a clock time"),
-            (lambda number: f"User: alice{number}", "a user, session or request"),
-            (lambda number: f"Trace {number:08x}-0000-4000-8000-00000000000{number % 10}", "a UUID"),
-        ],
-    )
-    def test_what_varies_is_named(self, examine: Examine, head: Callable[[int], str], kind: str) -> None:
-        found = examine(self.with_head(head), block_size=16)["text before the documents"]
+    def test_what_varies_is_named(self, examine: Examine) -> None:
+        found = examine(self.with_head("User: alice{}".format), block_size=16)["text before the documents"]
         assert found.verdict == "bad"
         assert "19 of them" in found.found or "19 requests" in found.found
-        assert f"{kind} (" in found.found
+        assert "a user, session or request (" in found.found
         assert "in the system message" in found.found
         assert "after the documents" in str(found.advice)
 
-    def test_so_is_what_no_pattern_knows(self, examine: Examine) -> None:
+    def test_text_without_a_known_pattern_is_named_too(self, examine: Examine) -> None:
         found = examine(self.with_head(lambda number: f"Dear {'abcdefghijklmnopqrst'[number]}nna,"), block_size=16)
         assert "text that no other request has (19)" in found["text before the documents"].found
 
-    def test_another_order_is_another_matter(self, examine: Examine) -> None:
-        lines = served(
-            chat([*NAMES[number % 5 : 5], *NAMES[: number % 5]], f"number {number}?") for number in range(20)
+    def rotated(self, question: str) -> Lines:
+        return served(
+            chat([*NAMES[number % 5 : 5], *NAMES[: number % 5]], question.format(number)) for number in range(20)
         )
-        found = examine(lines, block_size=16)
+
+    def test_another_order_is_advised_about_with_its_saving(self, examine: Examine) -> None:
+        found = examine(self.rotated("number {}?"), block_size=16)
         assert found["text before the documents"].verdict == "good"
         order = found["order of documents"]
         assert order.verdict == "warning"
@@ -156,7 +140,7 @@ class TestTextBeforeTheDocuments:
         assert 50 < ordered <= 100
         assert plain < ordered - 10
 
-    def test_so_is_another_order_of_the_field_for_documents(self, examine: Examine) -> None:
+    def test_another_order_of_the_documents_field_is_named(self, examine: Examine) -> None:
         draw = random.Random(4)
         texts = [{"text": document(name).replace("\n", " ")} for name in NAMES[:8]]
         lines = [counted(asked(number, documents=draw.sample(texts, 5)), 800, 100) for number in range(20)]
@@ -166,8 +150,7 @@ class TestTextBeforeTheDocuments:
         assert "too small" not in str(found["requests"].advice)
 
     def test_another_order_is_no_fault_of_the_cache(self, examine: Examine) -> None:
-        rotated = [chat([*NAMES[number % 5 : 5], *NAMES[: number % 5]], "the same?") for number in range(20)]
-        lines = served(rotated)
+        lines = self.rotated("the same?")
         for line in lines:
             line["usage"]["prompt_tokens_details"]["cached_tokens"] = 16
         found = examine(lines, block_size=16)
@@ -196,7 +179,7 @@ def remembering(number: int, facts: Sequence[str], mark: str = "- ", heading: st
     return {"messages": [{"role": "system", "content": system}, {"role": "user", "content": f"q {number}"}]}
 
 
-class TestListsInFront:
+class TestListsBeforeTheQuestion:
     def drawn(self, items: Sequence[Any], count: int = 12, lists: int = 20) -> list[list[Any]]:
         draw = random.Random(3)
         return [draw.sample(items, count) for _ in range(lists)]
@@ -220,27 +203,21 @@ class TestListsInFront:
         found = examine([counted(body, 900, 32) for body in bodies])["list in the system message"]
         assert found.verdict == "bad" and "the same lines in another order (19)" in found.found
 
-    def test_are_ordered_by_the_name_that_is_advised(self, examine: Examine) -> None:
+    @pytest.mark.parametrize("heading", ["[User Memory]", "What is known"], ids=["a preset", "a file"])
+    def test_are_ordered_by_the_template_that_is_advised(self, examine: Examine, tmp_path: Path, heading: str) -> None:
         pytest.importorskip("msgspec")
         from ragorder.adapters.proxy.bodies.presets import find_templates
 
-        bodies = [remembering(number, facts) for number, facts in enumerate(self.drawn(FACTS))]
+        bodies = [remembering(number, facts, heading=heading) for number, facts in enumerate(self.drawn(FACTS))]
         advice = str(examine([counted(body, 700, 32) for body in bodies])["list in the system message"].advice)
-        assert "--template memories" in advice and "FILE" not in advice
-        run = find_templates("memories")[0].find(bodies[0]["messages"][0]["content"])
-        assert run is not None and run.documents == [f"- {fact}" for fact in self.drawn(FACTS)[0]]
-
-    def test_are_ordered_by_the_template_that_is_advised(self, examine: Examine, tmp_path: Path) -> None:
-        pytest.importorskip("msgspec")
-        from ragorder.adapters.proxy.bodies.presets import find_templates
-
-        lists = enumerate(self.drawn(FACTS))
-        bodies = [remembering(number, facts, heading="What is known") for number, facts in lists]
-        advice = str(examine([counted(body, 700, 32) for body in bodies])["list in the system message"].advice)
-        lines = re.findall(r'(?:form|between) = "[^"]*"', advice)
-        tail = f"\n\n{document('manual')[:20]}"
-        (tmp_path / "list.toml").write_text("\n".join([*lines, f"tail = {json.dumps(tail)}"]), "utf-8")
-        (template,) = find_templates(str(tmp_path / "list.toml"))
+        if heading == "[User Memory]":
+            assert "--template memories" in advice and "FILE" not in advice
+            template = find_templates("memories")[0]
+        else:
+            lines = re.findall(r'(?:form|between) = "[^"]*"', advice)
+            tail = f"\n\n{document('manual')[:20]}"
+            (tmp_path / "list.toml").write_text("\n".join([*lines, f"tail = {json.dumps(tail)}"]), "utf-8")
+            (template,) = find_templates(str(tmp_path / "list.toml"))
         run = template.find(bodies[0]["messages"][0]["content"])
         assert run is not None and run.documents == [f"- {fact}" for fact in self.drawn(FACTS)[0]]
 
@@ -297,14 +274,10 @@ class TestForm:
         texts = [document(name).partition("\n")[2].strip() for name in NAMES]
         topics = [texts[start : start + 8] for start in range(0, 36, 4)]
         lists = [draw.sample(draw.choice(topics), 5) for _ in range(requests)]
+        questions = [f"{document(f'question {number}', 1)}?" for number in range(requests)]
         return [
-            {
-                "messages": [
-                    {"role": "system", "content": write(texts)},
-                    {"role": "user", "content": f"{document(f'question {number}', 1)}?"},
-                ]
-            }
-            for number, texts in enumerate(lists)
+            {"messages": [{"role": "system", "content": write(texts)}, {"role": "user", "content": question}]}
+            for texts, question in zip(lists, questions, strict=True)
         ]
 
     def anythingllm(self, texts: Sequence[str]) -> str:
@@ -326,9 +299,7 @@ class TestForm:
             ("own", "in one form that can be learned", "`ragorder template LOG -o app.toml`"),
         ],
     )
-    def test_that_a_template_fits_is_said_with_its_saving(
-        self, examine: Examine, form: str, application: str, says: str
-    ) -> None:
+    def test_a_fitting_template_has_a_saving(self, examine: Examine, form: str, application: str, says: str) -> None:
         found = examine(self.written(getattr(self, form)))["documents' form"]
         assert found.verdict == "warning"
         assert found.found.startswith("120 of 120 requests have documents") and application in found.found
@@ -409,11 +380,11 @@ class TestEarlierTurns:
         found = examine(lines)["earlier turns"]
         assert found.verdict == "bad" and found.found.startswith("12 of 12 later turns")
         kind = "the system message changed" if is_replaced else "an earlier user message lost its documents"
-        assert f"{kind}" in found.found
+        assert kind in found.found
         assert shares(found.found)[0] == 6.4 and shares(found.found)[1] > 30
 
     @pytest.mark.parametrize("question", ["hi", "继续", "why is that?"])
-    def test_of_others_who_ask_the_same_are_not_mistaken_for_them(self, examine: Examine, question: str) -> None:
+    def test_of_other_users_who_ask_the_same_are_not_mistaken_for_them(self, examine: Examine, question: str) -> None:
         """Each user has a system message, and the log has no first turns of those who come back."""
         asks = {"role": "user", "content": question}
         lines = []
@@ -424,9 +395,6 @@ class TestEarlierTurns:
                 messages += [{"role": "assistant", "content": "Hello."}, {"role": "user", "content": f"and {number}?"}]
             lines.append({"messages": messages})
         assert examine(lines)["earlier turns"].found == "no request continues another one of this log"
-
-    def test_a_log_without_conversations_has_none(self, examine: Examine) -> None:
-        assert examine(healthy())["earlier turns"].verdict == "good"
 
 
 class TestWrites:
@@ -449,6 +417,3 @@ class TestWrites:
         silent = of_cloud(chat(["a"], "?", model="claude-opus-5-5"), read=0, written=100_000)
         del silent["response"]["usage"]["cache_read_input_tokens"]
         assert examine([*lines, silent])["writes and reads"].verdict == "good"
-
-    def test_cost_nothing_where_none_are_reported(self, examine: Examine) -> None:
-        assert examine(healthy())["writes and reads"].verdict == "good"

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
-from hypothesis import strategies as st
 from support.http_server import PageServer
 
 from ragorder import Document, Lengths, Orderer, PromptBuilder
@@ -61,17 +59,6 @@ class Recorder:
 
 
 class TestObservedOrderer:
-    def test_orders_as_the_orderer_that_it_wraps(self) -> None:
-        plain, watched = make_orderer(), ObservedOrderer(make_orderer(), [Recorder()])
-        for documents in asked(200):
-            expected, ordering = plain.order(documents), watched.order(documents)
-            assert ordering.documents == expected.documents
-            assert ordering.cached_tokens == expected.cached_tokens
-            expected.confirm()
-            ordering.confirm()
-        assert (watched.tree_size, watched.evicted_blocks) == (plain.tree_size, plain.evicted_blocks)
-        assert watched.evicted_blocks > 0
-
     def test_plans_batches_as_the_orderer_that_it_wraps(self) -> None:
         requests = asked(30)
         plain, watched = make_orderer().order_batch(requests), ObservedOrderer(make_orderer()).order_batch(requests)
@@ -79,16 +66,20 @@ class TestObservedOrderer:
         for expected, ordering in zip(plain, watched, strict=True):
             assert (ordering.index, ordering.documents) == (expected.index, expected.documents)
 
-    def test_passes_on_scope_waiting_and_lengths(self) -> None:
+    def test_orders_as_the_orderer_that_it_wraps_with_scope_waiting_and_lengths(self) -> None:
         plain, watched = make_orderer(), ObservedOrderer(make_orderer(), [Recorder()])
-        for documents, waiting in zip(asked(60), asked(60, seed=1), strict=True):
+        for documents, waiting in zip(asked(200), asked(200, seed=1), strict=True):
             for scope in ("a", "b"):
                 options: dict[str, Any] = {"scope": scope, "lengths": Lengths(8, 40)}
                 expected = plain.order(documents, waiting=[waiting], **options)
                 ordering = watched.order(iter(documents), waiting=[iter(waiting)], **options)
-                assert ordering.permutation == expected.permutation
+                assert (ordering.documents, ordering.permutation) == (expected.documents, expected.permutation)
                 assert ordering.cached_tokens == expected.cached_tokens
                 assert ordering.documents_end == 8 + 500
+                expected.confirm()
+                ordering.confirm()
+        assert (watched.tree_size, watched.evicted_blocks) == (plain.tree_size, plain.evicted_blocks)
+        assert watched.evicted_blocks > 0
 
     def test_tells_what_the_other_order_would_have_had(self) -> None:
         recorder = Recorder()
@@ -108,24 +99,19 @@ class TestObservedOrderer:
             o.retrieval_tokens or 0 for o in recorder.observations
         )
 
-    def test_a_failed_request_leaves_nothing_in_either_cache(self) -> None:
+    def test_a_watcher_gets_each_outcome_once_and_a_failed_request_leaves_nothing_in_either_cache(self) -> None:
         recorder = Recorder()
         watched = ObservedOrderer(make_orderer(), [recorder])
         watched.order(DOCUMENTS[:5]).discard()
-        watched.order(DOCUMENTS[:5])
+        ordering = watched.order(DOCUMENTS[:5])
         told = recorder.observations[-1]
         assert (told.ordered_tokens, told.retrieval_tokens) == (0, 0)
-        assert recorder.outcomes == [RequestOutcome(False)]
-
-    def test_a_watcher_gets_each_outcome_once(self) -> None:
-        recorder = Recorder()
-        ordering = ObservedOrderer(make_orderer(), [recorder]).order(DOCUMENTS[:5])
         ordering.confirm(64, 600, prompt_tokens=580)
         ordering.confirm(0)
         ordering.discard()
-        assert recorder.outcomes == [RequestOutcome(True, 64, 600, 580)]
+        assert recorder.outcomes == [RequestOutcome(False), RequestOutcome(True, 64, 600, 580)]
 
-    def test_what_others_took_by_a_report_is_gone_in_either_order(self) -> None:
+    def test_evictions_seen_in_a_report_count_in_either_order(self) -> None:
         recorder = Recorder()
         watched = ObservedOrderer(make_orderer(), [recorder])
         watched.order(DOCUMENTS[:5]).confirm()
@@ -157,21 +143,14 @@ class TestObservedOrderer:
 
     @pytest.mark.parametrize("shadow", [False, True])
     def test_counts_what_falls_back(self, shadow: bool) -> None:
-        recorder = Recorder()
-        watched = ObservedOrderer(make_orderer(strict=False), [recorder], shadow=shadow)
+        recorder, metrics = Recorder(), Metrics()
+        watched = ObservedOrderer(make_orderer(strict=False), [recorder, metrics], shadow=shadow)
         given: list[Any] = [DOCUMENTS[0], object()]
         assert watched.order(given).documents == given
         assert watched.fall_back(DOCUMENTS[:3], ValueError("x")).documents == DOCUMENTS[:3]
-        assert [told.fallback for told in recorder.observations] == [True, True]
-        assert watched.fallbacks == (3 if shadow else 2)
-
-    @given(st.lists(st.lists(st.sampled_from(DOCUMENTS), max_size=7), max_size=12), st.booleans())
-    def test_gives_permutations(self, requests: list[list[Document]], shadow: bool) -> None:
-        watched = ObservedOrderer(make_orderer(), [Recorder()], shadow=shadow)
-        for documents, ordering in zip(requests, [watched.order(r) for r in requests], strict=True):
-            assert sorted(d.id for d in ordering.documents) == sorted(d.id for d in documents)
-            if shadow:
-                assert ordering.documents == documents
+        watched.order(DOCUMENTS[:3])
+        assert [told.fallback for told in recorder.observations] == [True, True, False]
+        assert (watched.fallbacks, read(metrics).fallbacks) == (3 if shadow else 2, 2)
 
     def test_many_threads(self) -> None:
         metrics = Metrics()
@@ -244,14 +223,6 @@ class TestMetrics:
         assert (stats.prediction_error_tokens, stats.prediction_bias_tokens) == (8.0, 8.0)
         assert stats.tree_nodes == watched.tree_size
 
-    @pytest.mark.parametrize("reported", [-1, float("nan"), float("inf"), 1 << 40, "12", object()])
-    def test_what_cannot_be_a_number_of_tokens_is_no_report(self, reported: Any) -> None:
-        metrics = Metrics()
-        ordering = ObservedOrderer(make_orderer(strict=False), [metrics]).order(DOCUMENTS[:5])
-        ordering.confirm(reported, prompt_tokens=reported)
-        stats = read(metrics)
-        assert (stats.served, stats.reports, stats.prompt_tokens, stats.cached_tokens) == (1, 0, 564, 0)
-
     @pytest.mark.parametrize("shadow", [False, True])
     def test_usage_that_makes_no_sense_gives_no_absurd_share(self, shadow: bool) -> None:
         """Prompts are said to have 20 tokens, though their documents have 500: it showed 10853.3 %."""
@@ -276,14 +247,6 @@ class TestMetrics:
         labels = {label for family in metrics.registry.collect() for s in family.samples for label in s.labels}
         assert labels <= {"le", "order", "outcome", "reason"}
 
-    def test_times_between_tokens_are_counted(self) -> None:
-        metrics = Metrics()
-        for tbt_s in (0.02, 0.03, 60.0):
-            metrics.token_times(tbt_s)
-        page = prometheus_client.generate_latest(metrics.registry).decode()
-        assert 'ragorder_time_between_tokens_seconds_bucket{le="0.025"} 1.0' in page
-        assert "ragorder_time_between_tokens_seconds_count 3.0" in page
-
     def test_goes_into_the_applications_registry(self) -> None:
         registry = prometheus_client.CollectorRegistry()
         prometheus_client.Counter("app_requests", "The application's own.", registry=registry).inc()
@@ -294,13 +257,6 @@ class TestMetrics:
         assert 'ragorder_settled_requests_total{outcome="served"} 1.0' in page
         with pytest.raises(ValueError, match="Duplicated"):
             Metrics(registry)
-
-    def test_counts_fallbacks(self) -> None:
-        metrics = Metrics()
-        watched = ObservedOrderer(make_orderer(strict=False), [metrics])
-        watched.order(DOCUMENTS[:5])
-        watched.fall_back(DOCUMENTS[:5], ValueError())
-        assert read(metrics).fallbacks == 1
 
     def test_one_serves_several_orderers(self) -> None:
         metrics = Metrics()
@@ -321,19 +277,20 @@ class TestMetrics:
         assert (stats.ordered, stats.reordered, stats.reordered_cold, stats.best_moved) == (4, 3, 2, 1)
         assert (stats.reordered_share, stats.displacement_mean) == (0.75, 0.667)
 
-    def test_order_times_are_read_from_the_histogram(self) -> None:
+    def test_times_are_counted_in_histograms_and_requests_that_passed_by_reason(self) -> None:
         metrics = Metrics()
         for order_s in [30e-6] * 98 + [3e-3] * 2:
             metrics.ordered(Observation(False, 5, 500, 0, 0, Moves.of((), 0), order_s, False))
-        order_us = read(metrics).order_us
-        assert 25 <= order_us["p50"] <= 50
-        assert 2_000 <= order_us["p99"] <= 5_000
-
-    def test_counts_requests_that_passed_by_reason(self) -> None:
-        metrics = Metrics()
+        for tbt_s in (0.02, 0.03, 60.0):
+            metrics.token_times(tbt_s)
         for reason in ["no_documents", "one_document", "no_documents"]:
             metrics.passed(reason)
         stats = read(metrics)
+        assert 25 <= stats.order_us["p50"] <= 50
+        assert 2_000 <= stats.order_us["p99"] <= 5_000
+        page = prometheus_client.generate_latest(metrics.registry).decode()
+        assert 'ragorder_time_between_tokens_seconds_bucket{le="0.025"} 1.0' in page
+        assert "ragorder_time_between_tokens_seconds_count 3.0" in page
         assert (stats.served, stats.passed) == (0, {"no_documents": 2, "one_document": 1})
         assert stats.as_json()["passed"] == stats.passed
 
@@ -418,11 +375,16 @@ class TestStatsCommand:
     def run(self, *arguments: str) -> Any:
         return CliRunner().invoke(main, ["stats", *arguments], env={"COLUMNS": "140"})
 
-    def test_says_what_was_saved(self, metrics: Metrics, url: str) -> None:
-        watched = ObservedOrderer(make_orderer(), [metrics])
+    @staticmethod
+    def serve_as_predicted(metrics: Metrics, **options: Any) -> ObservedOrderer:
+        watched = ObservedOrderer(make_orderer(), [metrics], **options)
         for documents in asked(300):
             ordering = watched.order(documents)
             ordering.confirm(ordering.cached_tokens)
+        return watched
+
+    def test_says_what_was_saved(self, metrics: Metrics, url: str) -> None:
+        self.serve_as_predicted(metrics)
         stats = read(metrics)
         done = self.run(url, "--prefill-rate", "1000")
         assert done.exit_code == 0
@@ -434,11 +396,8 @@ class TestStatsCommand:
         assert "predicted for the same requests, corrected by the reports" in done.stdout
 
     def test_says_what_would_have_been_saved(self, metrics: Metrics, url: str) -> None:
-        watched = ObservedOrderer(make_orderer(), [metrics], shadow=True)
-        for documents in asked(300):
-            ordering = watched.order(documents)
-            ordering.confirm(ordering.cached_tokens)
-        assert "would have saved" in self.run(url).stdout
+        watched = self.serve_as_predicted(metrics, shadow=True)
+        assert watched.shadow and "would have saved" in self.run(url).stdout
 
     @pytest.mark.parametrize(("shadow", "said"), [(False, "ragorder needed"), (True, "ragorder would have needed")])
     def test_more_prefill_is_no_negative_saving(self, shadow: bool, said: str, metrics: Metrics, url: str) -> None:
@@ -559,9 +518,7 @@ class TestOrdering:
         assert orderer.evicted_blocks == evicted
 
     @pytest.mark.parametrize("options", [{}, {"tokens": PromptBuilder().document_tokens}], ids=["document", "builder"])
-    def test_reports_correct_estimated_lengths_only_where_they_clearly_contradict(
-        self, options: dict[str, Any]
-    ) -> None:
+    def test_reports_correct_estimated_lengths_only_if_clearly_different(self, options: dict[str, Any]) -> None:
         """Four characters a token is off by some: 15 % less than predicted is no eviction, half is."""
         older, newer = [[Document(f"{name}{n}", "x" * 400) for n in range(5)] for name in "ab"]
         orderer = make_orderer(**options)

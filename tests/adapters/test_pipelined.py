@@ -1,4 +1,4 @@
-"""Pipelines on real engines: the answers are those without speculation, and nothing stays behind on the server."""
+"""Pipelines on real engines: the answers are those without speculation, and nothing is left on the server."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def ledger() -> Ledger:
 
 @pytest.fixture
 def orders(vllm_server: Any, builder: PromptBuilder, ledger: Ledger) -> Callable[..., ObservedOrderer]:
-    """Watched orderers for the server, without its events, in front of an empty cache."""
+    """Watched orderers for the server, without its events, whose cache is empty."""
 
     def make(**options: Any) -> ObservedOrderer:
         vllm_server.reset()
@@ -240,9 +240,7 @@ class TestTheAnswer:
         assert 10 < sum(right) < len(questions)
         assert sum(stream.trace.speculations for stream in speculated) > len(questions) + 10
 
-    async def test_comes_from_the_common_prefix_after_a_wrong_speculation(
-        self, client: Client, vllm_server: Any, ledger: Ledger
-    ) -> None:
+    async def test_reuses_a_wrong_speculations_prefix(self, client: Client, vllm_server: Any, ledger: Ledger) -> None:
         """The first two documents of the wrong prompt are the right ones, and its prefill is over."""
         load = Load(vllm_server)
         before = answered(load.read())
@@ -289,9 +287,7 @@ class TestNothingIsLeftOnTheServer:
         await Load(vllm_server).is_gone()
         assert Load(vllm_server).read()["generation_tokens_total"] - before < LONG["max_tokens"]
 
-    async def test_after_a_retrieval_that_raises_during_a_speculation(
-        self, client: Client, vllm_server: Any, ledger: Ledger
-    ) -> None:
+    async def test_after_a_retrieval_that_raises(self, client: Client, vllm_server: Any, ledger: Ledger) -> None:
         running = Load(vllm_server).shows(lambda now: now["num_requests_running"] == 1)
         one = client(played([0], lambda: running, LookupError("index"), [0]))
         with pytest.raises(LookupError, match="index"):
@@ -300,9 +296,7 @@ class TestNothingIsLeftOnTheServer:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("sent", range(6))
-    async def test_after_a_caller_that_cancels(
-        self, client: Client, vllm_server: Any, ledger: Ledger, sent: int
-    ) -> None:
+    async def test_after_a_cancelled_request(self, client: Client, vllm_server: Any, ledger: Ledger, sent: int) -> None:
         """A warm-up, three speculations, two of them aborted, and the request: so many of them have been sent."""
         reach, held = Admissions(vllm_server).reach, asyncio.Event()
 
@@ -354,8 +348,8 @@ class TestWarmUp:
 
 
 class FarEnd:
-    """A server, played: `play` says of each request what becomes of it. It answers; it hangs up instead, or after the
-    first piece (cut); it holds the request until the client hangs up; or it refuses what asks for usage."""
+    """A fake server: `play` decides about each request. It answers; it hangs up instead, or after the first piece
+    (cut); it holds the request until the client hangs up; or it refuses what asks for usage."""
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
@@ -370,6 +364,10 @@ class FarEnd:
 
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
+
+    async def has_come(self, requests: int = 1) -> None:
+        while len(self.requests) < requests:
+            await asyncio.sleep(0.002)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -437,9 +435,7 @@ class TestAServerThatFails:
             yield make
 
     @pytest.mark.parametrize("how", ["hang up", "cut"])
-    async def test_once_during_a_speculation_is_asked_again(
-        self, far_end: FarEnd, made: Client, ledger: Ledger, how: str
-    ) -> None:
+    async def test_during_speculation_is_retried(self, far_end: FarEnd, made: Client, ledger: Ledger, how: str) -> None:
         far_end.play = lambda body: how if len(far_end.requests) == 1 else "answer"
 
         async def has_failed() -> None:
@@ -452,7 +448,7 @@ class TestAServerThatFails:
         assert ledger.open == 0 and [outcome.served for outcome in ledger.finished] == [True]
 
     @pytest.mark.parametrize("how", ["hang up", "cut"])
-    async def test_for_good_raises_what_the_client_raises(
+    async def test_always_raises_the_clients_error(
         self, far_end: FarEnd, made: Client, ledger: Ledger, how: str
     ) -> None:
         import httpx
@@ -470,32 +466,24 @@ class TestAServerThatFails:
         with pytest.raises(openai.APIError, match="out of memory"):
             await made(played([0])).answer("What is kept?")
 
-    async def test_that_holds_its_answer_sees_the_stream_closed(
-        self, far_end: FarEnd, made: Client, ledger: Ledger
-    ) -> None:
+    async def test_that_holds_its_answer_is_closed(self, far_end: FarEnd, made: Client, ledger: Ledger) -> None:
         far_end.play = lambda body: "hold"
 
-        async def has(requests: int) -> None:
-            while len(far_end.requests) < requests or not far_end.held:
+        async def is_held(requests: int) -> None:
+            await far_end.has_come(requests)
+            while not far_end.held:
                 await asyncio.sleep(0.002)
 
-        one = made(played([0], lambda: has(1), [1], lambda: has(2), RuntimeError("index"), [1]))
+        one = made(played([0], lambda: is_held(1), [1], lambda: is_held(2), RuntimeError("index"), [1]))
         with pytest.raises(RuntimeError, match="index"):
             await one.answer("What is kept?")
         assert one._pipeline.load is not None and one._pipeline.load.pending == 0
         await nothing_left()
         assert far_end.held == 0 and len(far_end.requests) == 2 and ledger.open == 0
 
-    async def test_is_warmed_up_anew_although_the_orderer_counts_on_the_prefix(
-        self, far_end: FarEnd, made: Client, ledger: Ledger
-    ) -> None:
+    async def test_is_warmed_up_again_after_a_failure(self, far_end: FarEnd, made: Client, ledger: Ledger) -> None:
         expected = 1
-
-        async def has_come() -> None:
-            while len(far_end.requests) < expected:
-                await asyncio.sleep(0.002)
-
-        one = made(played(has_come, [0]), warm_up=True)
+        one = made(played(lambda: far_end.has_come(expected), [0]), warm_up=True)
         assert (await one.answer("What is kept?")).trace.warmed_up
         assert not (await one.answer("What is kept?")).trace.warmed_up
         far_end.play = lambda body: "hang up"
@@ -513,9 +501,7 @@ class TestAServerThatFails:
         assert (await one.answer("What is kept?", scope="red")).trace.warmed_up
         assert ledger.open == 0
 
-    async def test_to_report_usage_is_not_asked_for_it_again(
-        self, far_end: FarEnd, made: Client, ledger: Ledger
-    ) -> None:
+    async def test_to_report_usage_is_asked_once(self, far_end: FarEnd, made: Client, ledger: Ledger) -> None:
         far_end.play = lambda body: "refuse"
         one = made(played([0]))
         for _ in range(2):
@@ -532,12 +518,7 @@ class TestAServerThatFails:
             await one.answer("What is kept?", scope="a/b")
 
     async def test_a_warm_up_takes_what_shapes_the_prompt_and_nothing_else(self, far_end: FarEnd, made: Client) -> None:
-
-        async def has_come() -> None:
-            while not far_end.requests:
-                await asyncio.sleep(0.002)
-
-        one = made(played(has_come, [0]), warm_up=True)
+        one = made(played(far_end.has_come, [0]), warm_up=True)
         shaping = {"chat_template_kwargs": {"enable_thinking": False}}
         await one.answer("What?", stop=["."], extra_body=shaping | {"min_tokens": 2}, scope="red", temperature=None)
         warm_up, question = far_end.requests

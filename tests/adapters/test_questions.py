@@ -80,9 +80,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_built_index_is_of_the_model_that_its_folder_holds_now(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_is_of_the_model_that_its_folder_holds_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Embedder:
         def __init__(self, folder: Path) -> None:
             self.model = folder.name
@@ -182,7 +180,7 @@ class TestTheRoute:
                 yield client
 
     def body(self, **fields: Any) -> Any:
-        return {"messages": [{"role": "user", "content": "Where does honey come from?"}], **fields}
+        return {"messages": [{"role": "user", "content": ASKED["bees"]}], **fields}
 
     async def test_the_prompt_is_the_server_s_own_also_without_a_chat_template(self, tokenizer: Any) -> None:
         tokenizer, engine = deepcopy(tokenizer), ScriptedEngine()
@@ -303,12 +301,8 @@ class TestQuestionsToOneCommand:
     def launch(self, model: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         cache = str(tmp_path_factory.mktemp("cache"))
         options = ("--model", str(model), "--corpus", str(corpus), "--top-k", "2", "--dtype", "float32", *BUDGET)
-        variables = {
-            "XDG_CACHE_HOME": cache,
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "RAGORDER_MAX_DISPLACEMENT": "0",
-        }
+        variables = {"XDG_CACHE_HOME": cache, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        variables["RAGORDER_MAX_DISPLACEMENT"] = "0"
         options += ("--profile", "none", "--device", "cpu", "--port", "0")
         with launching(ServeProcess, *SERVE[:-1], "engine", *options, **variables) as launch:
             yield launch
@@ -326,9 +320,7 @@ class TestQuestionsToOneCommand:
         message = {"role": "user", "content": ASKED[about]}
         return client.post(CHAT, json={"messages": [message], "temperature": 0, "max_tokens": 8, **fields})
 
-    def test_the_answer_is_that_of_the_plain_engine_to_the_documents_that_are_nearest(
-        self, client: Any, model: Path
-    ) -> None:
+    def test_the_answer_is_the_plain_engines_to_the_nearest_documents(self, client: Any, model: Path) -> None:
         from transformers import AutoTokenizer
 
         from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine
@@ -399,24 +391,21 @@ class TestQuestionsToOneCommand:
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
-        ("body", "param"),
+        ("fields", "param"),
         [
             ({"messages": []}, "messages"),
             ({"messages": [{"role": "user", "content": " "}]}, "messages"),
             ({"messages": [{"role": "assistant", "content": "Yes."}]}, "messages"),
             ({"messages": [{"role": "user", "content": "One?"}] * 2}, "messages"),
             ({"messages": [{"role": "user", "content": "Why? " * 4000}]}, "messages"),
-            ({"messages": [{"role": "user", "content": "Why?"}], "logprobs": True}, "logprobs"),
-            ({"messages": [{"role": "user", "content": "Why?"}], "recompute": 0.5, "reuse": "fused"}, "reuse"),
-            (
-                {"messages": [{"role": "user", "content": "Why?"}], "chat_template_kwargs": {"a": 1}},
-                "chat_template_kwargs",
-            ),
-            ({"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 5000}, "max_tokens"),
+            ({"logprobs": True}, "logprobs"),
+            ({"recompute": 0.5, "reuse": "fused"}, "reuse"),
+            ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+            ({"max_tokens": 5000}, "max_tokens"),
         ],
     )
-    def test_a_bad_question_is_refused_by_name(self, client: Any, body: Any, param: str | None) -> None:
-        refused = client.post(CHAT, json=body)
+    def test_a_bad_question_is_refused_by_name(self, client: Any, fields: Any, param: str) -> None:
+        refused = client.post(CHAT, json={"messages": [{"role": "user", "content": "Why?"}]} | fields)
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == param
 

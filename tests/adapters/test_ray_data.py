@@ -67,9 +67,7 @@ def test_every_row_comes_once_with_its_columns_and_all_its_documents(rankings: l
         assert sorted(row["permutation"]) == list(range(len(ranking)))
 
 
-def test_a_shard_is_planned_whole_though_its_rows_take_several_blocks(
-    rankings: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_of_several_blocks_is_planned_whole(rankings: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of millions: Ray cuts blocks at 128 MiB, which an engine's pool may share out."""
     context = ray.data.DataContext.get_current()
     monkeypatch.setattr(context, "target_max_block_size", 4096)

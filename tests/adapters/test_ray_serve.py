@@ -189,10 +189,8 @@ class EmbeddedEngines:
             tagged = {"documents": documents, "query": str(number)}
             self.bodies.append({"messages": [], "max_tokens": 1, "ragorder": tagged})
 
-    def engine(self, caches: int = 1) -> EmbeddedEngine:
-        settings = EngineSettings(
-            device_tokens=caches * self.device_tokens, host_bytes=0, dtype="float32", device="cpu"
-        )
+    def engine(self) -> EmbeddedEngine:
+        settings = EngineSettings(device_tokens=self.device_tokens, host_bytes=0, dtype="float32", device="cpu")
         return EmbeddedEngine(str(self.model), settings)
 
 
@@ -221,8 +219,8 @@ class TestTwoEngines:
         assert len(dealt) == 2
         return [(bodies, found[replica]) for replica, bodies in dealt.items()]
 
-    def alone(self, engines: EmbeddedEngines, bodies: Sequence[Any], caches: int = 1) -> int:
-        found = asyncio.run(alone(engines.engine(caches=caches), bodies))
+    def alone(self, engines: EmbeddedEngines, bodies: Sequence[Any]) -> int:
+        found = asyncio.run(alone(engines.engine(), bodies))
         assert found > 0
         return found
 

@@ -119,9 +119,7 @@ class TestSpeculation:
         finally:
             await pipeline.close()
 
-    async def test_answers_are_those_of_the_search_that_was_awaited(
-        self, load: Load, index: Any, documents: list[Document]
-    ) -> None:
+    async def test_answers_are_those_without_it(self, load: Load, index: Any, documents: list[Document]) -> None:
         awaited = await self.answers(load(), index, documents, speculate=False, warm_up=False)
         begun = await self.answers(load(), index, documents, cautious=False, max_prefill_bs=4)
         assert [stream.text for stream in begun] == [stream.text for stream in awaited]
@@ -136,9 +134,7 @@ class TestAWorkflow:
     )
     GRAPH = multistep(topk=2, rounds=3, plan_tokens=32, max_tokens=16).compile()
 
-    async def test_of_several_steps_answers_as_stage_by_stage(
-        self, load: Load, index: Any, documents: list[Document]
-    ) -> None:
+    async def test_answers_as_stage_by_stage(self, load: Load, index: Any, documents: list[Document]) -> None:
         async def retrieve(query: str, topk: int) -> list[Document]:
             return [documents[place] for place in index.search(embed(query)[None], topk)[1][0].tolist()]
 

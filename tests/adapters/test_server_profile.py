@@ -6,24 +6,22 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from support.far_server import BLOCK, FarServer, TieredServer
 
 pytest.importorskip("httpx2")
 pytest.importorskip("prometheus_client")
 
-from ragorder import Orderer
 from ragorder.adapters.http_client import ServerError
 from ragorder.adapters.vllm.cache_config import requests_on
 from ragorder.adapters.vllm.server_profile import copy_times, profile_server
 from ragorder.adapters.vllm_tiers.awaited_profile import AwaitedProfile, note_profile, prefill_costs
 from ragorder.adapters.vllm_tiers.settings import TierSettings
-from ragorder.cli import main
 from ragorder.kernels.profile_cache import ProfileCache
 from ragorder.trie.profile import LINEAR, PrefillProfile
 
@@ -56,9 +54,7 @@ def far() -> Iterator[FarServer]:
 
 
 class TestProfileServer:
-    def test_measures_what_the_engine_awaits_once(
-        self, far: FarServer, cache: ProfileCache, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_measures_once(self, far: FarServer, cache: ProfileCache, caplog: pytest.LogCaptureFixture) -> None:
         profile = profile_server(far.base_url, budget_s=60)
         assert profile is not None
         assert profile == cache.find(KEY)
@@ -78,29 +74,19 @@ class TestProfileServer:
         self, far: FarServer, cache: ProfileCache, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         page = far.page
-        monkeypatch.setattr(
-            far,
-            "page",
-            lambda path: (page(path) or "").replace("vllm:ragorder_", "none:") if not far.bodies else page(path),
-        )
+        early = ("vllm:ragorder_", "none:")
+        monkeypatch.setattr(far, "page", lambda path: page(path) if far.bodies else (page(path) or "").replace(*early))
         assert profile_server(far.base_url, budget_s=1) == cache.find(KEY)
 
-    def test_leaves_other_servers_alone(
-        self, far: FarServer, cache: ProfileCache, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("key", ["../../etc/passwd", "x" * 24, "0" * 23, None])
+    def test_skips_servers_without_a_valid_key(
+        self, far: FarServer, cache: ProfileCache, key: str | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("ragorder.adapters.vllm.server_profile._PUBLISHED_S", 0.1)
-        far.pages["/metrics"] = ""
+        far.pages["/metrics"] = "" if key is None else METRIC.format(key=key)
         assert profile_server(far.base_url) is None
         assert len(far.bodies) == 1
         assert not cache.folder.exists()
-
-    @pytest.mark.parametrize("key", ["../../etc/passwd", "x" * 24, "0" * 23])
-    def test_takes_no_key_that_is_none(
-        self, far: FarServer, cache: ProfileCache, key: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("ragorder.adapters.vllm.server_profile._PUBLISHED_S", 0.1)
-        far.pages["/metrics"] = METRIC.format(key=key)
-        assert profile_server(far.base_url) is None
 
     def test_does_not_measure_the_load_of_others(self, far: FarServer, cache: ProfileCache) -> None:
         far.pages["/metrics"] += (
@@ -115,7 +101,7 @@ class TestProfileServer:
         with pytest.raises(ServerError, match="--enable-prompt-tokens-details"):
             profile_server(far.base_url)
 
-    def test_does_not_take_a_prefix_for_cached_that_is_not(self, far: FarServer, cache: ProfileCache) -> None:
+    def test_refuses_a_prefix_that_is_not_cached(self, far: FarServer, cache: ProfileCache) -> None:
         far.forgets = lambda number: True
         with pytest.raises(ServerError, match=r"had 0 of .* tokens cached just after they were sent"):
             profile_server(far.base_url)
@@ -133,36 +119,36 @@ class TestLoads:
             server.pages["/metrics"] += METRIC.format(key=KEY)
             yield server
 
-    def test_are_measured_where_the_budget_evicts_a_prompt_from_the_tiers_in_front(
+    def measured(self, tiers: TieredServer, budget_s: float) -> PrefillProfile:
+        profile = profile_server(tiers.base_url, budget_s=budget_s)
+        assert profile is not None
+        return profile
+
+    def test_are_measured_if_the_budget_evicts_a_prompt_from_upper_tiers(
         self, tiers: TieredServer, cache: ProfileCache
     ) -> None:
-        profile = profile_server(tiers.base_url, budget_s=120)
-        assert profile is not None
+        profile = self.measured(tiers, 120)
         assert profile == cache.find(KEY)
         assert set(profile.loads) == {"host", "disk"}
         assert profile.facts["load_missing"] == []
 
-    def test_are_those_of_the_copies_so_far_where_it_does_not(
+    def test_are_those_of_the_copies_so_far_if_it_does_not(
         self, tiers: TieredServer, cache: ProfileCache, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("ragorder.adapters.vllm.server_profile.TierLoads._filling_s", lambda *_: float("inf"))
         tiers.pages["/metrics"] += COPIES
-        profile = profile_server(tiers.base_url, budget_s=2)
-        assert profile is not None
+        profile = self.measured(tiers, 2)
         # The device's 100 bytes are those of its 1,600 tokens, each copied in 2 ms a byte, and from the disk in 5 more.
         assert profile.loads == pytest.approx({"host": 2e-3 / 16, "disk": 7e-3 / 16})
         assert profile.facts["load_missing"] == ["host", "disk"]
 
     def test_are_no_less_than_those_of_the_copies(self, tiers: TieredServer, cache: ProfileCache) -> None:
         tiers.pages["/metrics"] += COPIES.replace("4.0\n", "4e9\n")
-        profile = profile_server(tiers.base_url, budget_s=120)
-        assert profile is not None
-        assert profile.loads["host"] == pytest.approx(2e6 / 16)
+        assert self.measured(tiers, 120).loads["host"] == pytest.approx(2e6 / 16)
 
     def test_are_not_invented(self, tiers: TieredServer, cache: ProfileCache, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("ragorder.adapters.vllm.server_profile.TierLoads._filling_s", lambda *_: float("inf"))
-        profile = profile_server(tiers.base_url, budget_s=2)
-        assert profile is not None
+        profile = self.measured(tiers, 2)
         assert (dict(profile.loads), profile.facts["load_missing"]) == ({}, ["host", "disk"])
 
 
@@ -199,9 +185,7 @@ class TestAwaited:
         now[0] = 100.0
         assert (awaited.measured, awaited.cost(0, 20)) == (True, PROFILE.cost(0, 20))
 
-    def test_reports_a_damaged_file_once_and_reads_the_next(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_reports_a_damaged_file_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         ticks = iter(range(0, 1000, 10))
         cache = ProfileCache(tmp_path)
         cache.path(KEY).write_text("{")
@@ -232,16 +216,9 @@ class TestAwaited:
 
     def test_has_another_key_for_another_engine(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("ragorder.adapters.vllm_tiers.awaited_profile.this_machine", lambda: {"device": "a GPU"})
-        changes: list[dict[str, Any]] = [
-            {},
-            {"model": "other"},
-            {"dtype": "float16"},
-            {"tensor_parallel_size": 2},
-            {"block_size": 32},
-            {"max_num_batched_tokens": 512},
-        ]
-        keys = [key_of(**changed) for changed in changes]
-        assert len(set(keys)) == len(keys)
+        others = [("model", "other"), ("dtype", "float16"), ("tensor_parallel_size", 2), ("block_size", 32)]
+        keys = [key_of(), *(key_of(**{name: value}) for name, value in [*others, ("max_num_batched_tokens", 512)])]
+        assert len(set(keys)) == len(keys) == 6
         assert key_of() == keys[0]
 
     def test_does_not_stop_an_engine_that_has_no_key(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -253,27 +230,21 @@ class TestAwaited:
         assert prefill_costs(settings, {}) is LINEAR
 
 
-def key_of(**changed: Any) -> str:
-    values = {
-        "model": "m",
-        "dtype": "bfloat16",
-        "tensor_parallel_size": 1,
-        "block_size": 16,
-        "max_num_batched_tokens": 64,
-    }
-    values |= changed
+def key_of(
+    *,
+    model: str = "m",
+    dtype: str = "bfloat16",
+    tensor_parallel_size: int = 1,
+    block_size: int = 16,
+    max_num_batched_tokens: int = 64,
+) -> str:
+    hf_config = SimpleNamespace(to_dict=lambda: {"layers": 2})
+    parallel = {"world_size": 1, "tensor_parallel_size": tensor_parallel_size, "pipeline_parallel_size": 1}
     config = SimpleNamespace(
-        model_config=SimpleNamespace(
-            model=values["model"],
-            dtype=values["dtype"],
-            enforce_eager=True,
-            hf_config=SimpleNamespace(to_dict=lambda: {"layers": 2}),
-        ),
-        parallel_config=SimpleNamespace(
-            world_size=1, tensor_parallel_size=values["tensor_parallel_size"], pipeline_parallel_size=1
-        ),
-        cache_config=SimpleNamespace(block_size=values["block_size"], cache_dtype="auto"),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=values["max_num_batched_tokens"]),
+        model_config=SimpleNamespace(model=model, dtype=dtype, enforce_eager=True, hf_config=hf_config),
+        parallel_config=SimpleNamespace(**parallel),
+        cache_config=SimpleNamespace(block_size=block_size, cache_dtype="auto"),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=max_num_batched_tokens),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
     )
     note_profile(config)
@@ -282,50 +253,39 @@ def key_of(**changed: Any) -> str:
 
 class TestServe:
     @pytest.fixture
-    def serve(self, far: FarServer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-        """Runs `ragorder serve` up to the moment from which it would serve."""
+    def serve(self, far: FarServer, run_serve: Serve) -> Serve:
         pytest.importorskip("starlette")
-        monkeypatch.setattr("ragorder.adapters.http_server.server.run_server", lambda *_, **__: None)
-
-        def serve(*options: str) -> Any:
-            command = ["serve", "--upstream", far.base_url, "--port", "0", *options]
-            return CliRunner().invoke(main, command)
-
-        return serve
+        return partial(run_serve, "--upstream", far.base_url)
 
     def test_measures_at_the_first_start_with_tiers(self, far: FarServer, cache: ProfileCache, serve: Serve) -> None:
         assert serve().exit_code == serve("--tiers", "--profile", "none").exit_code == 0
         assert far.bodies == []
         first, second = (serve("--tiers") for _ in range(2))
-        assert (first.exit_code, second.exit_code) == (0, 0), first.output
-        assert f"Profile: measuring prefill times of {far.base_url}" in first.stderr
-        assert str(cache.path(KEY)) in first.stderr
-        assert "Profile:" not in second.stderr
+        assert (first.exit_code, second.exit_code) == (0, 0), first.said
+        assert f"Profile: measuring prefill times of {far.base_url}" in first.said
+        assert str(cache.path(KEY)) in first.said
+        assert "Profile:" not in second.said
 
-    def test_orders_in_seconds_by_itself(self, cache: ProfileCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_orders_in_seconds_by_itself(self, cache: ProfileCache, run_serve: Serve) -> None:
         """With sizes and load times of the server's tiers, and nothing given by hand."""
         pytest.importorskip("starlette")
-        monkeypatch.setattr("ragorder.adapters.http_server.server.run_server", lambda *_, **__: None)
-        made: list[Orderer] = []
-        monkeypatch.setattr("ragorder.cli.serve.Orderer", lambda settings: made.append(Orderer(settings)) or made[-1])
         with TieredServer(400, disk=False) as tiers:
             policy = 'vllm:ragorder_policy{engine="0",policy="lru"} 1.0\n'
             tiers.pages["/metrics"] += METRIC.format(key=KEY) + policy
-            command = ["serve", "--upstream", tiers.base_url, "--port", "0", "--tiers"]
-            done = CliRunner().invoke(main, command)
-        assert done.exit_code == 0, done.output
-        assert f"cached prefixes are compared in seconds, by {cache.path(KEY)}" in " ".join(done.stderr.split())
-        [orderer] = made
-        assert (orderer.settings.profile, orderer.settings.host_tokens) == (cache.path(KEY), 400 * BLOCK)
-        assert orderer.degraded == ()
+            done = run_serve("--upstream", tiers.base_url, "--tiers")
+        assert done.exit_code == 0, done.said
+        assert f"cached prefixes are compared in seconds, by {cache.path(KEY)}" in done.said
+        settings = done.orderer.settings
+        assert (settings.profile, settings.host_tokens) == (cache.path(KEY), 400 * BLOCK)
+        assert done.orderer.degraded == ()
 
     def test_starts_without(self, far: FarServer, cache: ProfileCache, serve: Serve) -> None:
         far.reports = False
         done = serve("--tiers", "--profile", "auto")
         assert done.exit_code == 0
-        assert "prefill times are not measured, so every token counts the same there" in done.stderr
+        assert "prefill times are not measured, so every token counts the same there" in done.said
 
-    def test_has_no_use_for_a_file_without_load_times_or_that_is_no_profile(self, serve: Serve, tmp_path: Path) -> None:
+    def test_refuses_a_file_without_load_times_or_of_another_kind(self, serve: Serve, tmp_path: Path) -> None:
         PROFILE.to_file(tmp_path / "p.json")
         (tmp_path / "q.json").write_text("{}")
         for name, said in (
@@ -334,14 +294,12 @@ class TestServe:
             ("q.json", "q.json: this is not a prefill profile"),
         ):
             done = serve("--tiers", "--profile", str(tmp_path / name))
-            assert (done.exit_code, said in " ".join(done.stderr.split())) == (2, True)
+            assert (done.exit_code, said in done.said) == (2, True)
 
-    def test_orders_by_a_file_with_load_times_and_measures_nothing(
-        self, far: FarServer, serve: Serve, tmp_path: Path
-    ) -> None:
+    def test_orders_by_a_file_without_measuring(self, far: FarServer, serve: Serve, tmp_path: Path) -> None:
         replace(PROFILE, loads={"host": 1e-6}).to_file(tmp_path / "p.json")
         done = serve("--tiers", "--profile", str(tmp_path / "p.json"))
-        assert done.exit_code == 0, done.output
+        assert done.exit_code == 0, done.said
         assert far.bodies == []
 
 

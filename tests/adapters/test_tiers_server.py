@@ -68,9 +68,9 @@ class Story:
 class Aftermath:
     """What followed: the server killed and started again on its disk."""
 
-    retries: int = 0
-    retried: Answer | None = None
-    hits_after_restart: Hits = field(default_factory=Hits)
+    retries: int
+    retried: Answer
+    hits_after_restart: Hits
 
 
 @pytest.fixture(scope="module")
@@ -103,23 +103,9 @@ def server(vllm_model: Path, disk: Path) -> Iterator[VLLMServer]:
 
 @pytest.fixture(scope="module")
 def story(server: VLLMServer, client: Any) -> Story:
-    told = Story()
-    fill(told, server, client)
-    return told
-
-
-@pytest.fixture(scope="module")
-def aftermath(story: Story, server: VLLMServer) -> Aftermath:
-    """Of the same server: only the tests that need it wait for a second start."""
-    told = Aftermath()
-    kill_during_a_request(told, server)
-    return told
-
-
-def fill(story: Story, server: VLLMServer, client: Any) -> None:
     """All prompts, cold first, and with one block that is another's; then each again; the last one but one once more,
     which the host has; the first ones once more, which only the disk has."""
-    drawn = prompts()
+    story, drawn = Story(), prompts()
     story.working_set_tokens = sum(len(prompt) // BLOCK_SIZE * BLOCK_SIZE for prompt in drawn)
     for number, prompt in enumerate(drawn):
         story.cold.append(ask(client, server.base_url, server.model_name, prompt, salt=f"cold {number}"))
@@ -133,10 +119,13 @@ def fill(story: Story, server: VLLMServer, client: Any) -> None:
     story.stats = fetch_tier_stats(server.base_url)
     story.shown = show(server.base_url)
     story.shown_json = json.loads(show(server.base_url, "--json"))["kv"]
+    return story
 
 
-def kill_during_a_request(aftermath: Aftermath, server: VLLMServer) -> None:
-    """A long answer is on its way when the server is killed. The openai client asks again until one is there."""
+@pytest.fixture(scope="module")
+def aftermath(story: Story, server: VLLMServer) -> Aftermath:
+    """A long answer is on its way when the server is killed. The openai client asks again until one is there. Only the
+    tests that need it wait for a second start."""
     done: Future[Any] = Future()
 
     def request() -> None:
@@ -155,9 +144,8 @@ def kill_during_a_request(aftermath: Aftermath, server: VLLMServer) -> None:
     server.kill()
     server.start()
     raw = done.result(timeout=240)
-    aftermath.retries = raw.retries_taken
-    aftermath.retried = Answer.of(raw.parse().model_dump())
-    aftermath.hits_after_restart = eventually(lambda: fetch_hits(server.base_url), lambda hits: hits.total > 0)
+    hits = eventually(lambda: fetch_hits(server.base_url), lambda hits: hits.total > 0)
+    return Aftermath(raw.retries_taken, Answer.of(raw.parse().model_dump()), hits)
 
 
 def prompts() -> list[list[int]]:
@@ -266,11 +254,8 @@ class TestWhatTheServerSays:
 
 
 class TestAKillAndARestart:
-    def test_a_retried_request_hits_what_the_killed_server_left_on_the_disk(
-        self, aftermath: Aftermath, story: Story
-    ) -> None:
+    def test_a_retried_request_hits_the_killed_servers_disk(self, aftermath: Aftermath, story: Story) -> None:
         assert aftermath.retries > 0
-        assert aftermath.retried is not None
         assert aftermath.hits_after_restart.disk == aftermath.retried.cached_tokens == whole_blocks(aftermath.retried)
         assert aftermath.retried.agrees(story.cold[0])
 

@@ -1,4 +1,4 @@
-"""Hybrid models behind `Orderer.for_vllm`: recognised by what the server publishes of its cache."""
+"""Hybrid models of `Orderer.for_vllm`: recognised by what the server publishes about its cache."""
 
 from __future__ import annotations
 
@@ -55,22 +55,19 @@ def test_a_hybrid_model_resumes_where_requests_have_parted_before(publish: Publi
         assert predictions(ordinary) == [0, 4 * BLOCK, 4 * BLOCK]
 
 
-@pytest.mark.parametrize("mode", ["none", "all"])
-def test_any_other_model_resumes_at_every_block(publish: Publish, mode: str) -> None:
-    with Orderer.for_vllm(publish(mode)) as orderer:
+@pytest.mark.parametrize("mode", ["none", "all", None])
+def test_any_other_model_resumes_at_every_block_and_an_unknown_mode_is_logged(
+    publish: Publish, mode: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "ragorder.vllm"), Orderer.for_vllm(publish(mode)) as orderer:
         assert orderer.order([Document("a", "a", tokens=640)]).cloud is None
         assert orderer.settings.block_size == BLOCK
-
-
-def test_a_server_that_does_not_say_is_said_so_in_the_log(publish: Publish, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "ragorder.vllm"), Orderer.for_vllm(publish(None)) as orderer:
-        assert orderer.order([Document("a", "a", tokens=640)]).cloud is None
         assert orderer.degraded == ()
-    (record,) = (each for each in caplog.records if each.name == "ragorder.vllm")
-    assert "hybrid_rules" in record.getMessage()
+    logged = [each.getMessage() for each in caplog.records if each.name == "ragorder.vllm"]
+    assert ["hybrid_rules" in each for each in logged] == [True] * (mode is None)
 
 
-def test_what_cannot_be_followed_there_is_said(publish: Publish) -> None:
+def test_tiers_of_a_hybrid_model_are_not_followed_with_a_warning(publish: Publish) -> None:
     with (
         pytest.warns(DegradedWarning, match="hybrid model.*host_tokens"),
         Orderer.for_vllm(publish("align"), host_tokens=6400) as orderer,

@@ -31,10 +31,11 @@ from ragorder.prompt import PromptBuilder
 
 BLOCK = 16
 Events = list[dict[str, Any]]
+Serve = Callable[[Any], str]
 
 
 class Engine:
-    """The application with its engine, played: blocks in the order of their use, and their events as vLLM tells them.
+    """A fake application with its engine: blocks in the order of their use, and their events as vLLM tells them.
 
     Another application with the same engine is another API process.
     """
@@ -117,8 +118,11 @@ class Engine:
         self._number += 1
 
 
+Play = Callable[..., Engine]
+
+
 @pytest.fixture
-def play(tmp_path: Path, tokenizers: dict[str, Any]) -> Iterator[Callable[..., Engine]]:
+def play(tmp_path: Path, tokenizers: dict[str, Any]) -> Iterator[Play]:
     engines: list[Engine] = []
 
     def start(**config: Any) -> Engine:
@@ -131,7 +135,7 @@ def play(tmp_path: Path, tokenizers: dict[str, Any]) -> Iterator[Callable[..., E
 
 
 @pytest.fixture
-def engine(play: Callable[..., Engine]) -> Engine:
+def engine(play: Play) -> Engine:
     return play()
 
 
@@ -159,9 +163,7 @@ class TestWhatTheEngineTells:
         [chat("abcd"), chat("abcd", cache_salt="tenant"), tagged("abcd")],
         ids=["written", "of a tenant", "tagged"],
     )
-    def test_a_reset_and_evictions_count_at_once(
-        self, engine: Engine, serve: Callable[[Any], str], body: dict[str, Any]
-    ) -> None:
+    def test_a_reset_and_evictions_count_at_once(self, engine: Engine, serve: Serve, body: dict[str, Any]) -> None:
         url = serve(engine.app())
         engine.wait_for_subscriber()
         ask(url, body)
@@ -182,7 +184,7 @@ class TestWhatTheEngineTells:
 
         assert eventually(after_an_eviction)
 
-    def test_orders_of_another_process_are_found(self, engine: Engine, serve: Callable[[Any], str]) -> None:
+    def test_orders_of_another_process_are_found(self, engine: Engine, serve: Serve) -> None:
         one, other = serve(engine.app()), serve(engine.app())
         engine.wait_for_subscriber()
         engine.wait_for_subscriber()
@@ -197,13 +199,10 @@ class TestWhatTheEngineTells:
 
         assert eventually(found)
 
-    def test_lengths_are_counted(self, engine: Engine, serve: Callable[[Any], str]) -> None:
-        url = serve(engine.app())
-        assert get(f"{url}/ragorder/served").json()["lengths"] == "counted"
-
-    def test_an_adapters_blocks_are_not_the_models_own(self, engine: Engine, serve: Callable[[Any], str]) -> None:
+    def test_an_adapters_blocks_are_not_the_models_own(self, engine: Engine, serve: Serve) -> None:
         """They have the same tokens."""
         url = serve(engine.app())
+        assert get(f"{url}/ragorder/served").json()["lengths"] == "counted"
         engine.wait_for_subscriber()
         for _ in range(2):
             ask(url, chat("abcd"))
@@ -212,23 +211,19 @@ class TestWhatTheEngineTells:
 
 
 class TestWithoutThem:
-    def test_nothing_is_followed_if_the_engine_publishes_none(
-        self, play: Callable[..., Engine], serve: Callable[[Any], str]
-    ) -> None:
+    def test_nothing_is_followed_without_events(self, play: Play, serve: Serve) -> None:
         url = serve(play(enable_kv_cache_events=False).app())
         assert ask(url, chat("ab"))[0] == 0
         assert get(f"{url}/ragorder/served").json()["lengths"] == "estimated"
 
-    def test_several_processes_are_told_to_publish_them(
-        self, play: Callable[..., Engine], serve: Callable[[Any], str]
-    ) -> None:
+    def test_several_processes_are_told_to_publish_them(self, play: Play, serve: Serve) -> None:
         engine = play(publisher="null")
         engine.api_processes = 2
         with pytest.warns(DegradedWarning, match="--kv-events-config"):
             serve(engine.app())
 
-    def test_a_tokenizer_of_another_kind_is_said(
-        self, engine: Engine, serve: Callable[[Any], str], monkeypatch: pytest.MonkeyPatch
+    def test_a_tokenizer_of_another_kind_is_warned_about(
+        self, engine: Engine, serve: Serve, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         app = engine.app()
         app.state.engine_client = SimpleNamespace(get_tokenizer=object)

@@ -1,4 +1,4 @@
-"""The weights of an engine are told from others by every byte of their files."""
+"""Every byte of an engine's weight files identifies them."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class TestEveryByteOfTheWeightsCounts:
             found.append(WeightDigests().of(str(tmp_path / name)))
         assert len(set(found)) == 3
 
-    def test_a_restart_reads_nothing_again(
+    def test_restarts_read_nothing(
         self, model: Path, tmp_path: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         memory, weights = tmp_path / "disk" / "weights.json", model / "model.safetensors"
@@ -188,9 +188,7 @@ class TestEveryByteOfTheWeightsCounts:
         assert WeightDigests(memory).of(str(model)) == before
         assert reads["model.safetensors"] == 200_000
 
-    def test_a_file_that_changes_while_it_is_read(
-        self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_file_that_changes_meanwhile(self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pread = os.pread
 
         def changing(descriptor: int, count: int, offset: int) -> bytes:

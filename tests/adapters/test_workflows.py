@@ -6,8 +6,8 @@ import asyncio
 import itertools
 import re
 import threading
-from collections.abc import AsyncGenerator, Hashable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Hashable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -74,7 +74,10 @@ class TestPrompts:
         _, prompts = parts()
         prompts.commit(NodeQuestion("first"), DOCUMENTS[:3]).confirm(None)
         question = NodeQuestion("second", "tenant", 7, 0.5, {"stop": ["."]})
-        assert prompts.preview(question, DOCUMENTS[4::-1]) == prompts.commit(question, DOCUMENTS[4::-1]).request
+        request = prompts.preview(question, DOCUMENTS[4::-1])
+        assert request == prompts.commit(question, DOCUMENTS[4::-1]).request
+        assert request.scope == "tenant"
+        assert request.options == {"stop": ["."], "max_tokens": 7, "temperature": 0.5}
 
     def test_in_the_order_of_rank_the_orderer_sees_nothing(self) -> None:
         orderer, prompts = parts()
@@ -114,12 +117,6 @@ class TestPrompts:
         assert after.cached_tokens > before.cached_tokens and sum(after) == sum(before)
         assert prompts.lengths(NodeQuestion("What is it?", ordered=False), DOCUMENTS[:2]) is None
         assert prompts.lengths(NodeQuestion("Plan.", ordered=False), []) is not None
-
-    def test_options_reach_the_engine(self) -> None:
-        _, prompts = parts()
-        request = prompts.preview(NodeQuestion("Plan.", "tenant", 7, 0.5, {"stop": ["."]}), [])
-        assert request.scope == "tenant"
-        assert request.options == {"stop": ["."], "max_tokens": 7, "temperature": 0.5}
 
 
 class PlainServer:
@@ -168,7 +165,7 @@ def search() -> Iterator[ContinuousIVF]:
 
 
 class Reader:
-    """An engine whose answer names the documents of its prompt, whatever their order: a far end."""
+    """A fake engine whose answer names the documents of its prompt, whatever their order."""
 
     def __init__(self, *, broken: bool = False, reports: bool = True) -> None:
         self.broken = broken
@@ -186,7 +183,7 @@ class Reader:
         yield AnswerChunk("", self.usage)
 
 
-def make_server(search: ContinuousIVF, engine: Reader | None = None, **options: Any) -> OrderedWorkflows:
+def make_server(search: Any, engine: Any = None, **options: Any) -> OrderedWorkflows:
     builder = PromptBuilder(SYSTEM, question_template="{query}")
     orderer = Orderer(capacity_tokens=4096, prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens)
     return ordered_workflows(
@@ -225,7 +222,7 @@ class TestOrdered:
         assert [shown(request) for request in engine.requests] == ["ba", "ba"]
         assert [[each.id for each in result.state["docs"]] for result in (first, second)] == [["b", "a"], ["a", "b"]]
 
-    async def test_of_those_that_wait_the_most_cached_goes_next(self, search: ContinuousIVF) -> None:
+    async def test_the_waiting_request_with_most_cached_goes_next(self, search: ContinuousIVF) -> None:
         class Held(Reader):
             free = asyncio.Event()
 
@@ -251,8 +248,6 @@ class TestOrdered:
                 await server.run(one_shot().compile(), "a")
 
     async def test_a_cold_system_prompt_is_warmed_up_once(self) -> None:
-        builder = PromptBuilder(SYSTEM, question_template="{query}")
-        orderer = Orderer(capacity_tokens=4096, prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens)
         engine = Reader()
 
         async def until_warm(vector: Any, k: int) -> Sequence[int]:
@@ -260,16 +255,11 @@ class TestOrdered:
                 await engine.asked.wait()
             return range(k)
 
-        async with ordered_workflows(
-            engine, until_warm, embed, DOCUMENTS.__getitem__, orderer=orderer, builder=builder
-        ) as server:
+        async with make_server(until_warm, engine) as server:
             for _ in range(2):
                 await server.run(one_shot(topk=2).compile(), "a", scope="tenant")
-        assert [(shown(each), each.options["max_tokens"], each.scope) for each in engine.requests] == [
-            ("", 1, "tenant"),
-            ("ab", 256, "tenant"),
-            ("ab", 256, "tenant"),
-        ]
+        found = [(shown(each), each.options["max_tokens"], each.scope) for each in engine.requests]
+        assert found == [("", 1, "tenant"), ("ab", 256, "tenant"), ("ab", 256, "tenant")]
 
     def test_refuses_wrong_forms_of_prompts(self, search: ContinuousIVF) -> None:
         with pytest.raises(ValueError, match="prompts='token_ids' needs the served model's tokenizer"):
@@ -285,18 +275,23 @@ class TestOpenAIServer:
         with chat_server() as server:
             yield server
 
-    async def bodies(
-        self, far_end: ChatServer, search: Any, graph: RAGraph, requests: int, **options: Any
-    ) -> list[bool]:
-        """Which of the requests were streamed, by their order; the first one measures a prefill and is left out."""
+    @asynccontextmanager
+    async def serving(self, far_end: ChatServer, search: Any, **options: Any) -> AsyncIterator[OrderedWorkflows]:
         import openai
 
         from ragorder.adapters.openai.endpoint import OpenAIStreams
 
         async with (
             openai.AsyncOpenAI(base_url=f"{far_end.url}/v1", api_key="none") as client,
-            make_server(search, OpenAIStreams(client, "served"), warm_up=False, **options) as server,
+            make_server(search, OpenAIStreams(client, "served"), **options) as server,
         ):
+            yield server
+
+    async def bodies(
+        self, far_end: ChatServer, search: Any, graph: RAGraph, requests: int, **options: Any
+    ) -> list[bool]:
+        """Which of the requests were streamed, by their order; the first one measures a prefill and is left out."""
+        async with self.serving(far_end, search, warm_up=False, **options) as server:
             await server.run(one_shot().compile(), "the first")
             far_end.forget(lambda body: True)
             for number in range(requests):
@@ -307,38 +302,25 @@ class TestOpenAIServer:
                 assert last.tokens == far_end.usages[-1]["completion_tokens"]
         return [bool(body.get("stream")) for body in far_end.bodies]
 
-    async def test_an_answer_that_nobody_reads_as_it_comes_is_not_streamed(
+    async def test_answers_are_streamed_only_for_a_speculated_search_and_now_and_then_to_measure_the_prefill(
         self, far_end: ChatServer, search: ContinuousIVF
     ) -> None:
         assert await self.bodies(far_end, search, one_shot(), 3, transformations=()) == [False] * 3
         assert await self.bodies(far_end, search, hyde(), 2, transformations=()) == [False] * 4
-
-    async def test_what_a_search_may_follow_is_streamed_where_searches_are_speculated_on(
-        self, far_end: ChatServer, search: ContinuousIVF
-    ) -> None:
         streamed = await self.bodies(far_end, search, hyde(), 2, transformations=[SpeculateRetrieval()])
         assert streamed == [True, False] * 2
-
-    async def test_few_are_streamed_to_measure_the_prefill(self, far_end: ChatServer, search: ContinuousIVF) -> None:
         streamed = await self.bodies(far_end, search, one_shot(), 128, transformations=[OrderDocuments()])
         assert streamed.count(True) == 1
 
-    async def test_an_option_that_the_client_does_not_know_is_named(
-        self, far_end: ChatServer, search: ContinuousIVF
-    ) -> None:
+    async def test_an_option_unknown_to_the_client_is_named(self, far_end: ChatServer, search: ContinuousIVF) -> None:
         graph = RAGraph("odd").add_generation("answer", prompt="{query}", temprature=0.5)
         graph.add_edge(START, "answer").add_edge("answer", END)
         with pytest.raises(NodeError, match=r"node 'answer': TypeError: unexpected keyword argument 'temprature'$"):
             await self.bodies(far_end, search, graph, 1)
 
     async def test_a_stream_is_streamed(self, far_end: ChatServer, search: ContinuousIVF) -> None:
-        import openai
-
-        from ragorder.adapters.openai.endpoint import OpenAIStreams
-
         async with (
-            openai.AsyncOpenAI(base_url=f"{far_end.url}/v1", api_key="none") as client,
-            make_server(search, OpenAIStreams(client, "served"), transformations=()) as server,
+            self.serving(far_end, search, transformations=()) as server,
             server.stream(hyde().compile(), "why?") as stream,
         ):
             pieces = [piece async for piece in stream]
@@ -544,12 +526,15 @@ class TestLangGraph:
 
 
 class TestLangChain:
-    def test_a_retriever(self, workflows: SharedWorkflows, langchain: Any) -> None:
+    def test_a_retriever_also_of_converted_documents(self, workflows: SharedWorkflows, langchain: Any) -> None:
         retriever = langchain.WorkflowRetriever(workflows=workflows, graph=one_shot(topk=2).compile())
         for found in (retriever.invoke("c"), asyncio.run(retriever.ainvoke("c"))):
             assert [(each.id, each.page_content, each.metadata) for each in found] == [
                 (document.id, document.text, document.metadata) for document in (DOCUMENTS[2], DOCUMENTS[0])
             ]
+        convert = {"convert": lambda document: langchain.Document(f"<{document.id}>")}
+        retriever = langchain.WorkflowRetriever(workflows=workflows, graph=retriever.graph, **convert)
+        assert [each.page_content for each in retriever.invoke("e")] == ["<e>", "<a>"]
 
     def test_generates_no_answer_for_nobody(self, search: ContinuousIVF, langchain: Any) -> None:
         engine = Reader()
@@ -557,14 +542,6 @@ class TestLangChain:
             retriever = langchain.WorkflowRetriever(workflows=workflows, graph=hyde(topk=2).compile())
             found = [[each.id for each in retriever.invoke(f"{name} {number}")] for number, name in enumerate("abcde")]
         assert all(len(each) == 2 for each in found) and [shown(request) for request in engine.requests] == [""] * 5
-
-    def test_converts_other_documents(self, workflows: SharedWorkflows, langchain: Any) -> None:
-        retriever = langchain.WorkflowRetriever(
-            workflows=workflows,
-            graph=one_shot(topk=1).compile(),
-            convert=lambda document: langchain.Document(f"<{document.id}>"),
-        )
-        assert [each.page_content for each in retriever.invoke("e")] == ["<e>"]
 
 
 class TestHaystack:
@@ -683,10 +660,7 @@ async def test_a_vllm_server(vllm_server: Any, vllm_model: Path, search: Continu
         ) as server,
     ):
         result = await server.run(graph.compile(), "a", scope="tenant")
-    assert [[each.id for each in result.state[name]] for name in ("docs", "others")] == [
-        ["a", "b", "c"],
-        ["c", "a", "b"],
-    ]
+    assert ["".join(each.id for each in result.state[name]) for name in ("docs", "others")] == ["abc", "cab"]
     _, second = (each for each in result.trace.pieces if each.worker == "engine" and each.kind == "due")
     documents_end = builder.prefix_tokens + sum(map(builder.document_tokens, DOCUMENTS[:3]))
     assert second.cached_tokens >= documents_end // block_size * block_size
