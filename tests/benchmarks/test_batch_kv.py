@@ -21,7 +21,7 @@ def path(*numbers: int) -> list[Document]:
 
 
 class TestABatch:
-    def test_holds_a_document_once_behind_the_same_documents(self) -> None:
+    def test_holds_a_document_once_after_the_same_documents(self) -> None:
         asked = [path(0, 1), path(0, 2), path(1, 0)]
         assert fill(asked, 10_000, shared=True) == ([3], 10 + 20 + 30 + 20 + 10 + 3 * SUFFIX_TOKENS)
         assert fill(asked, 10_000, shared=False) == ([3], 30 + 40 + 30 + 3 * SUFFIX_TOKENS)

@@ -42,15 +42,12 @@ def test_refining_finds_more_and_reads_a_part(found: Any) -> None:
     assert 0 < refined.read_bytes <= 3000 * D * 4 + 4096
 
 
-def test_refining_gives_the_best_of_the_candidates_in_order() -> None:
+def test_refining_gives_the_best_of_the_candidates_in_order_and_reads_each_page_once() -> None:
     vectors = np.eye(8, dtype=np.float32)
     queries = np.array([[0, 1, 2, 3, 0, 0, 0, 0], [9, 0, 0, 0, 0, 0, 0, 1]], np.float32)
     refined = refine(vectors, queries, np.array([[1, 3, 2, 0], [7, 0, -1, -1]]), 3)
     assert refined.ids.tolist() == [[3, 2, 1], [0, 7, -1]]
     assert refined.read_bytes == 4096
-
-
-def test_each_page_is_read_once() -> None:
     vectors = np.zeros((64, 1024), np.float32)
     queries = np.ones((2, 1024), np.float32)
     assert refine(vectors, queries, np.array([[0, 1], [1, 2]]), 1).read_bytes == 3 * 4096
