@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import aclosing, closing
 from dataclasses import replace
 from pathlib import Path
@@ -154,10 +153,12 @@ def test_a_vllm_server_computes_the_same_prompts_and_answers(materials: LiveMate
     assert 0 < hedra["cached_tokens"] < hedra["prompt_tokens"]
 
 
-def test_vllm_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch, experiment: WorkflowsLive) -> None:
+def test_vllm_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    suite = load_suites()["hedra-live"]
     module = "ragorder.benchmarks.hedra.workflows_live.experiment"
     monkeypatch.setattr(f"{module}.find_spec", lambda name: None if name == "vllm" else object())
-    assert "make vllm" in str(experiment.obstacle(load_suites()["hedra-live"], LiveCell(engine="vllm"), "hedra"))
+    with WorkflowsLive(Options(), Store(tmp_path), "session", silent) as experiment:
+        assert "make vllm" in str(experiment.obstacle(suite, LiveCell(engine="vllm"), "hedra"))
 
 
 @pytest.fixture
@@ -184,31 +185,23 @@ def job_of(corpus: Corpus, name: str, seed: int, policies: tuple[str, ...], requ
     return Job(suite, cell, seed, policies, requests, corpus)
 
 
-@pytest.fixture
-def experiment(tmp_path: Path) -> Iterator[WorkflowsLive]:
-    with WorkflowsLive(Options(), Store(tmp_path), "session", silent) as experiment:
-        yield experiment
-
-
-def test_each_corpus_has_an_index_of_its_own_for_all_seeds(
-    corpus: Corpus, played: Any, experiment: WorkflowsLive
-) -> None:
+def test_each_corpus_has_an_index_of_its_own_for_all_seeds(corpus: Corpus, played: Any, tmp_path: Path) -> None:
     indexes = []
-    for name, seed in (("one", 0), ("one", 1), ("other", 0)):
-        list(experiment.measure(job_of(corpus, name, seed, ("stages",)), lambda: None))
-        indexes.append(id(played[-1][0].documents))
+    with WorkflowsLive(Options(), Store(tmp_path), "session", silent) as experiment:
+        for name, seed in (("one", 0), ("one", 1), ("other", 0)):
+            list(experiment.measure(job_of(corpus, name, seed, ("stages",)), lambda: None))
+            indexes.append(id(played[-1][0].documents))
     # First the rate that is sustained, then the policy.
     assert [given.documents[0].id for given, _ in played] == ["one"] * 4 + ["other"] * 2
     assert indexes[0] == indexes[1] != indexes[2]
 
 
-def test_each_seed_has_other_answers_and_another_policy_first(
-    corpus: Corpus, played: Any, experiment: WorkflowsLive
-) -> None:
+def test_each_seed_has_other_answers_and_another_policy_first(corpus: Corpus, played: Any, tmp_path: Path) -> None:
     first = []
-    for seed in range(3):
-        lines = list(experiment.measure(job_of(corpus, "small", seed, ("stages", "hedra")), lambda: None))
-        first.append(lines[0]["policy"])
+    with WorkflowsLive(Options(), Store(tmp_path), "session", silent) as experiment:
+        for seed in range(3):
+            lines = list(experiment.measure(job_of(corpus, "small", seed, ("stages", "hedra")), lambda: None))
+            first.append(lines[0]["policy"])
     assert first == ["stages", "hedra", "stages"]
     scripts = [given.script for given, _ in played]
     assert len({str([each.answer(["#plan", f"@{number}"]) for number in range(9)]) for each in scripts}) == 3
