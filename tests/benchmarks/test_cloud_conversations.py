@@ -37,7 +37,7 @@ def test_turns_with_marks_where_they_are_expected_to_be_read_cost_least(rules: C
     appended = run("automatic", rules)
     bills = {policy: run(policy, rules).cost_of(appended) for policy in CHATS}
     assert min(bills, key=bills.__getitem__) == "ragorder"
-    # A history is read each turn; without marks behind it, nothing but the system prompt is.
+    # A history is read each turn; without marks after it, nothing but the system prompt is.
     assert bills["automatic"] < 0.7 < bills["system prompt"]
 
 

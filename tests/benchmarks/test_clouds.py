@@ -64,7 +64,7 @@ class TestMarks:
         cloud.first_token(first)
         assert cloud.begin(anthropic("ab", 2), 1.0).cached_tokens == 1800
 
-    def test_entries_live_from_the_start_of_a_request_and_anew_when_read(self) -> None:
+    def test_entries_live_from_the_start_of_a_request_and_again_when_read(self) -> None:
         cloud = SimulatedCloud(ANTHROPIC)
         ask(cloud, anthropic("ab", 2), 0.0)
         assert ask(cloud, anthropic("ab", 2), 299.0).cached_tokens == 1800
@@ -78,7 +78,7 @@ class TestMarks:
         with pytest.raises(CloudError, match="4 marks"):
             cloud.begin(anthropic("abcd", 1, 2, 3, 4, cache_control={"type": "ephemeral"}), 0.0)
 
-    def test_at_openai_the_latest_four_are_written(self) -> None:
+    def test_at_openai_the_latest_four_marks_are_written(self) -> None:
         cloud = SimulatedCloud(OPENAI)
         ask(cloud, openai("abcde", 1, 2, 3, 4, 5))
         found = [cloud.begin(openai("abcde", mark), 1.0).cached_tokens for mark in range(1, 6)]
@@ -88,7 +88,7 @@ class TestMarks:
         found = [implicit.begin(openai("abcd", mark), 1.0).cached_tokens for mark in range(1, 5)]
         assert found == [0, 1800, 2400, 3000], "the provider's own is one of the four"
 
-    def test_and_the_first_two_and_the_latest_fifty_are_looked_at(self) -> None:
+    def test_at_openai_the_first_two_marks_and_the_latest_fifty_are_looked_at(self) -> None:
         many = "".join(chr(number) for number in range(ord("A"), ord("A") + 60))
         for written, is_found in ((1, True), (2, True), (3, False), (10, False), (11, True)):
             cloud = SimulatedCloud(OPENAI)
@@ -97,7 +97,7 @@ class TestMarks:
             assert cached == (600 + 600 * written) * is_found, written
 
     @pytest.mark.parametrize("provider", ["anthropic", "bedrock"])
-    def test_marks_of_an_hour_stand_in_front_of_those_of_five_minutes(self, provider: Any) -> None:
+    def test_marks_of_an_hour_stand_before_those_of_five_minutes(self, provider: Any) -> None:
         def body(system: str, user: str) -> dict[str, Any]:
             one, other = (
                 getattr(PromptParts(SYSTEM, [text("a")], QUESTION, [0, 1], ttl), provider)() for ttl in (system, user)
@@ -109,26 +109,29 @@ class TestMarks:
         with pytest.raises(CloudError, match="an hour"):
             cloud.begin(body("5m", "1h"), 0.0)
 
-    def test_shorter_prefixes_than_the_minimum_are_ignored(self) -> None:
-        cloud = SimulatedCloud(replace(ANTHROPIC, minimum_tokens=4096))
+    @pytest.mark.parametrize(
+        ("rules", "body"),
+        [(replace(ANTHROPIC, minimum_tokens=4096), anthropic("abcd", 0, 2, 4)), (OPENAI, openai("abc"))],
+        ids=["prefixes shorter than the minimum", "explicit mode without marks"],
+    )
+    def test_nothing_is_cached_of(self, rules: CacheRules, body: dict[str, Any]) -> None:
+        cloud = SimulatedCloud(rules)
         for _ in range(2):
-            answer = ask(cloud, anthropic("abcd", 0, 2, 4))
+            answer = ask(cloud, body)
             assert (answer.cached_tokens, answer.written_tokens) == (0, 0)
 
-    def test_an_entry_is_looked_for_twenty_parts_back(self) -> None:
+    def test_an_entry_is_looked_for_twenty_parts_back_or_at_openai_only_at_the_requests_marks(self) -> None:
         cloud = SimulatedCloud(ANTHROPIC)
         ask(cloud, anthropic("a", 1))
         many = "abcdefghijklmnopqrstuvwxyz"
         assert cloud.begin(anthropic(many[:20], 20), 1.0).cached_tokens == 1200
         assert cloud.begin(anthropic(many[:21], 21), 1.0).cached_tokens == 0
-
-    def test_or_only_at_the_requests_own_marks(self) -> None:
         cloud = SimulatedCloud(OPENAI)
         ask(cloud, openai("a", 1))
         assert cloud.begin(openai("ab", 2), 1.0).cached_tokens == 0
         assert cloud.begin(openai("ab", 1, 2), 1.0).cached_tokens == 1200
 
-    def test_the_automatic_mark_stands_behind_the_question(self) -> None:
+    def test_the_automatic_mark_stands_after_the_question(self) -> None:
         for cloud, body in (
             (SimulatedCloud(ANTHROPIC), anthropic("ab", cache_control={"type": "ephemeral"})),
             (SimulatedCloud(OPENAI), openai("ab", explicit=False)),
@@ -137,12 +140,6 @@ class TestMarks:
             assert ask(cloud, body, 1.0).cached_tokens == 1860
             changed = {**body, "messages": [*body["messages"][:-1], {"content": [*_content(body)[:-1], {"text": "?"}]}]}
             assert ask(cloud, changed, 2.0).cached_tokens == 0
-
-    def test_explicit_mode_without_marks_caches_nothing(self) -> None:
-        cloud = SimulatedCloud(OPENAI)
-        for _ in range(2):
-            answer = ask(cloud, openai("abc"))
-            assert (answer.cached_tokens, answer.written_tokens) == (0, 0)
 
     def test_intervals_need_no_marks(self) -> None:
         cloud = SimulatedCloud(cache_rules("openai", "gpt-5.4"))
@@ -154,11 +151,8 @@ class TestMarks:
         cloud = SimulatedCloud(cache_rules("bedrock", "claude-opus-5"))
         body = PromptParts(SYSTEM, [text("a"), text("b")], QUESTION, [0, 2]).bedrock()
         assert ask(cloud, body).written_tokens == 1800
-        assert cloud.usage(ask(cloud, body, 1.0)) == {
-            "cacheReadInputTokens": 1800,
-            "cacheWriteInputTokens": 0,
-            "inputTokens": 60,
-        }
+        usage = {"cacheReadInputTokens": 1800, "cacheWriteInputTokens": 0, "inputTokens": 60}
+        assert cloud.usage(ask(cloud, body, 1.0)) == usage
 
     @pytest.mark.parametrize(
         "body",
@@ -191,14 +185,8 @@ def cell(**fields: Any) -> CloudsCell:
 def run(workload: str, policy: str, rules: CacheRules, requests: int, seed: int = 0, **fields: Any) -> CloudsRecord:
     rankings = make_workload(workload, seed, requests=requests).rankings[:requests]
     rows = serve(rankings, cell(**fields), rules, policy, seed)
-    return CloudsRecord(
-        suite="mine",
-        policy=policy,
-        engine={"name": "simulated cloud"},
-        cell={"workload": workload},
-        rows=rows,
-        facts={"write": rules.write, "read": rules.read},
-    )
+    key = {"suite": "mine", "policy": policy, "engine": {"name": "simulated cloud"}, "cell": {"workload": workload}}
+    return CloudsRecord(**key, rows=rows, facts={"write": rules.write, "read": rules.read})
 
 
 class TestCosts:

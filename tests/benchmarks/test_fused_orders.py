@@ -37,10 +37,10 @@ def engine(device_tokens: int | None = None, *, copied: bool = False) -> Simulat
 
 
 class TestTheSimulatedEngine:
-    def test_takes_over_what_it_has_and_computes_what_stands_in_front_exactly(self) -> None:
+    def test_reuses_what_it_has_and_computes_what_stands_before_it_exactly(self) -> None:
         sim = engine()
         assert sim.serve([0, 1], 0, 4) == FusedPrefill(0, 0, 30 + 4)
-        # 2 is computed in place, behind 0; 1 is taken over.
+        # 2 is computed in place, after 0; 1 is reused.
         assert sim.serve([0, 2, 1], 0, 4) == FusedPrefill(10, 20, 30 + 10 + 4)
         assert sim.serve([0, 2, 1], 0, 4) == FusedPrefill(40, 20, 10 + 4)
 
@@ -86,7 +86,7 @@ class TestTheSimulatedEngine:
         texts = [tokens(length, 10 + length) for length in TOKENS]
         system, random = tokens(16, 1), Random(1)
         settings = EngineSettings(reuse="fused", select="head", recompute=0.5, device_tokens=16_384, verify=False)
-        sim, exact, taken = engine(), 0, 0
+        sim, exact, reused = engine(), 0, 0
         with TieredEngine(small_model(), None, settings) as real:
             for number in range(40):
                 documents = random.sample(range(8), 4)
@@ -100,8 +100,8 @@ class TestTheSimulatedEngine:
                 # Shares of single documents are rounded, and the first request computes the system prompt.
                 computed = real.stats().computed_tokens - before - (0 if number else len(system))
                 assert computed == pytest.approx(found.computed, abs=1)
-                exact, taken = exact + found.exact, taken + found.fused
-        assert exact and taken
+                exact, reused = exact + found.exact, reused + found.fused
+        assert exact and reused
 
 
 @pytest.fixture(scope="module")
@@ -146,15 +146,8 @@ class TestOrders:
             assert found["computed_tokens"] == new + QUESTION_TOKENS * len(stream.requests)
 
     def test_the_engine_finds_what_the_orderer_predicts(self, stream: DocumentStream) -> None:
-        orderer = Orderer(
-            key=lambda document: document,
-            tokens=stream.tokens.__getitem__,
-            capacity_tokens=None,
-            block_size=1,
-            reuse="fused",
-            copies="all",
-            strict=True,
-        )
+        options: dict[str, Any] = {"capacity_tokens": None, "block_size": 1, "reuse": "fused", "copies": "all"}
+        orderer = Orderer(key=lambda document: document, tokens=stream.tokens.__getitem__, strict=True, **options)
         sim = SimulatedFusion(stream.tokens, None, recompute=0.15, copied=True)
         for request in stream.requests:
             ordering = orderer.order(request)

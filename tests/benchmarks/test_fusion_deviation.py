@@ -21,7 +21,7 @@ from ragorder.eval.running.suite import load_suites
 pytestmark = pytest.mark.merge
 
 WORDS = tuple(f"word{letter}" for letter in "abcdefghijklmnopqrst")
-# Far above what bfloat16 rounds, far below what a document in front changes.
+# Far above what bfloat16 rounds, far below what a document before it changes.
 ROUNDING = 1e-3
 
 
@@ -31,7 +31,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpora") / "pair"
     texts = [" ".join(WORDS[(place * step) % 20] for place in range(40)) for step in (1, 3, 7, 9)]
     write_corpus(folder, texts, [{"question": f"what of {word}?"} for word in WORDS[:3]], [[0, 1]] * 3)
-    # The second document of each prompt is preprocessed behind the first one.
+    # The second document of each prompt is preprocessed after the first one.
     (folder / "graph.jsonl").write_text(json.dumps({"id": "d1#0", "neighbours": ["d0#0"]}) + "\n")
     return folder.parent
 
@@ -64,39 +64,27 @@ def found(measured: Path) -> dict[str, dict[str, Any]]:
 
 
 class TestDeviation:
-    def test_each_prompt_is_measured(self, found: dict[str, Any]) -> None:
+    def test_later_layers_of_later_documents_deviate(self, found: dict[str, Any]) -> None:
         assert set(found) == {"alone", "preprocessed"}
         assert all(len(line["rows"]["deviation"]) == 3 for line in found.values())
-
-    def test_the_first_layer_does_not_deviate_and_later_ones_do(self, found: dict[str, Any]) -> None:
         first, second, third = found["alone"]["facts"]["layers"]
         assert first < ROUNDING < min(second, third)
-
-    def test_the_first_document_does_not_deviate_and_the_second_does(self, found: dict[str, Any]) -> None:
         first, second = found["alone"]["facts"]["places"]
         assert max(first) < ROUNDING < min(second)
 
-    def test_a_document_preprocessed_behind_the_one_in_front_of_it_does_not_deviate(
-        self, found: dict[str, Any]
-    ) -> None:
+    def test_a_document_preprocessed_after_the_one_before_it_does_not_deviate(self, found: dict[str, Any]) -> None:
         assert max(found["preprocessed"]["rows"]["deviation"]) < ROUNDING < min(found["alone"]["rows"]["deviation"])
         assert max(found["preprocessed"]["facts"]["layers"]) < ROUNDING
 
-    def test_selections_choose_their_share(self, found: dict[str, Any]) -> None:
-        for chosen in found["alone"]["facts"]["chosen"].values():
+    def test_selections_choose_their_share_where_kv_deviates_or_by_the_question(self, found: dict[str, Any]) -> None:
+        selected = found["alone"]["facts"]["chosen"]
+        for chosen in selected.values():
             shares = [share for row in chosen for share in row]
             assert 0.1 < sum(shares) / len(shares) < 0.2
             assert max(shares) <= 1
-
-    def test_cacheblend_selects_where_kv_deviates(self, found: dict[str, Any]) -> None:
-        first, second = found["alone"]["facts"]["chosen"]["deviation"]
-        assert not any(first)
-        assert sum(second) > 0
-
-    def test_the_question_may_select_anywhere(self, found: dict[str, Any]) -> None:
-        first, second = found["alone"]["facts"]["chosen"]["query"]
-        assert any(first)
-        assert any(second)
+        first, second = selected["deviation"]
+        assert not any(first) and sum(second) > 0
+        assert all(map(any, selected["query"]))
 
 
 class TestReport:

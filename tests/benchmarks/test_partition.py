@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,48 +28,40 @@ POLICIES = ("equal shares", "oldest first", "shortest first")
 COSTS = ScanCosts(code_s=1e-3, piece_s=1e-3)
 
 
-def index_of(*nprobes: int) -> engines.VirtualIndex:
-    """Clusters of ten vectors."""
-    return engines.VirtualIndex(np.full(100, 10), nprobes, seed=0)
+def played(policy: str, nprobes: Sequence[int], at_s: Sequence[float], cores: int = 1) -> tuple[list[float], float]:
+    """Latencies and the time at the end, on clusters of ten vectors."""
+    index, clock = engines.VirtualIndex(np.full(100, 10), nprobes, seed=0), engines.VirtualClock()
+    if policy.startswith("batches"):
+        system: Any = engines.VirtualBatches(index, COSTS, cores, clock, by_clusters="by" in policy)
+    else:
+        system = engines.VirtualPieces(index, COSTS, cores, clock, policy)
+    return engines.play(system, at_s, clock), clock.now()
 
 
 class TestPlaying:
-    def test_waits_for_arrivals_and_counts_from_each(self) -> None:
-        clock = engines.VirtualClock()
-        system = engines.VirtualBatches(index_of(10, 10), COSTS, 1, clock, by_clusters=False)
-        assert engines.play(system, [0.0, 5.0], clock) == pytest.approx([0.1, 0.1])
+    @pytest.mark.parametrize(("at_s", "expected"), [((0.0, 5.0), [0.1, 0.1]), ((0.0, 0.01, 0.02), [0.1, 0.29, 0.28])])
+    def test_a_batch_has_all_that_wait_ends_at_once_and_counts_from_each(
+        self, at_s: Sequence[float], expected: list[float]
+    ) -> None:
+        assert played("batches", [10] * len(at_s), at_s)[0] == pytest.approx(expected)
 
-    def test_a_batch_has_all_that_wait_and_ends_at_once(self) -> None:
-        clock = engines.VirtualClock()
-        system = engines.VirtualBatches(index_of(10, 10, 10), COSTS, 1, clock, by_clusters=False)
-        assert engines.play(system, [0.0, 0.01, 0.02], clock) == pytest.approx([0.1, 0.29, 0.28])
+    @pytest.mark.parametrize(("policy", "expected"), [("batches", 0.1), ("batches by clusters", 0.05)])
+    def test_cores_take_queries_or_clusters(self, policy: str, expected: float) -> None:
+        assert played(policy, [10], [0.0], cores=2)[0] == pytest.approx([expected])
 
-    def test_cores_take_queries_or_clusters(self) -> None:
-        for by_clusters, expected in ((False, 0.1), (True, 0.05)):
-            clock = engines.VirtualClock()
-            system = engines.VirtualBatches(index_of(10), COSTS, 2, clock, by_clusters=by_clusters)
-            assert engines.play(system, [0.0], clock) == pytest.approx([expected])
-
-    def test_pieces_of_the_oldest_end_one_search_after_the_other(self) -> None:
-        clock = engines.VirtualClock()
-        system = engines.VirtualPieces(index_of(10, 10, 10), COSTS, 1, clock, "oldest first")
-        assert engines.play(system, [0.0, 0.01, 0.02], clock) == pytest.approx([0.1, 0.19, 0.28], abs=0.015)
-
-    def test_the_shortest_overtakes(self) -> None:
-        clock = engines.VirtualClock()
-        system = engines.VirtualPieces(index_of(80, 4), COSTS, 1, clock, "shortest first")
-        long, short = engines.play(system, [0.0, 0.01], clock)
+    def test_pieces_of_the_oldest_end_one_search_after_the_other_and_the_shortest_overtakes(self) -> None:
+        oldest, _ = played("oldest first", [10, 10, 10], [0.0, 0.01, 0.02])
+        assert oldest == pytest.approx([0.1, 0.19, 0.28], abs=0.015)
+        (long, short), _ = played("shortest first", [80, 4], [0.0, 0.01])
         assert short < long / 2
 
     @pytest.mark.parametrize("policy", POLICIES)
     @pytest.mark.parametrize("cores", [1, 7])
     def test_no_work_is_lost_or_done_twice(self, policy: str, cores: int) -> None:
-        clock = engines.VirtualClock()
         nprobes = [1 + number % 50 for number in range(60)]
-        system = engines.VirtualPieces(index_of(*nprobes), COSTS, cores, clock, policy)
-        latencies = engines.play(system, [0.0] * 60, clock)
-        assert clock.now() == pytest.approx(max(latencies))
-        assert clock.now() >= sum(nprobes) * 10 * COSTS.code_s / cores
+        latencies, end_s = played(policy, nprobes, [0.0] * 60, cores)
+        assert end_s == pytest.approx(max(latencies))
+        assert end_s >= sum(nprobes) * 10 * COSTS.code_s / cores
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "batches", "batches by clusters"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from ragorder.benchmarks.ragcache.pipelined.measuring import (
 from ragorder.eval.cli.eval import eval as eval_command
 from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.report import make_report, read_results, render_markdown
-from ragorder.eval.running.suite import choose_suites, load_suites
+from ragorder.eval.running.suite import load_suites
 from ragorder.eval.suites.pipelining.search import embed, played
 from ragorder.eval.suites.pipelining.server import MeasuredServer, ask, find_server, long_builder
 from ragorder.eval.virtual.loop import run_virtual
@@ -86,18 +85,21 @@ class TestASearchOfAnIndex:
         assert len(stages) == len(plan.shares)
 
     @pytest.mark.parametrize(
-        ("growth", "shares"), [("equal", (0.25, 0.25, 0.25, 0.25)), ("geometric", (0.125, 0.125, 0.25, 0.5))]
+        ("kind", "ratio", "stages", "growth", "shares"),
+        [
+            ("ivf", 1.0, 4, "equal", (0.25, 0.25, 0.25, 0.25)),
+            ("ivf", 1.0, 4, "geometric", (0.125, 0.125, 0.25, 0.5)),
+            # Of one cluster.
+            ("ivf", 1 / 128, 4, "equal", (1.0,)),
+            ("ivf", 1 / 128, 4, "geometric", (1.0,)),
+            # A search of a graph begins again with each stage.
+            ("hnsw", 1.0, 3, "equal", (1 / 16, 1 / 4, 1.0)),
+        ],
     )
-    def test_of_clusters_shares_its_work_out(self, vectors: Any, growth: str, shares: tuple[float, ...]) -> None:
-        assert plan_search("ivf", vectors, ratio=1.0, stages=4, growth=growth, top_k=2).shares == shares
-
-    @pytest.mark.parametrize("growth", ["equal", "geometric"])
-    def test_of_one_cluster_has_one_stage(self, vectors: Any, growth: str) -> None:
-        assert plan_search("ivf", vectors, ratio=1 / 128, stages=4, growth=growth, top_k=2).shares == (1.0,)
-
-    def test_of_a_graph_begins_anew_with_each_stage_and_says_so(self, vectors: Any) -> None:
-        plan = plan_search("hnsw", vectors, ratio=1.0, stages=3, growth="equal", top_k=2)
-        assert plan.shares == (1 / 16, 1 / 4, 1.0)
+    def test_has_stages_with_these_shares_of_its_work(
+        self, vectors: Any, kind: Any, ratio: float, stages: int, growth: str, shares: tuple[float, ...]
+    ) -> None:
+        assert plan_search(kind, vectors, ratio=ratio, stages=stages, growth=growth, top_k=2).shares == shares
 
     async def test_takes_as_long_as_it_is_stretched_to_at_least(self, vectors: Any) -> None:
         plan = plan_search("ivf", vectors, ratio=1.0, stages=4, growth="geometric", top_k=2)
@@ -113,42 +115,31 @@ class TestASearchOfAnIndex:
         assert stretched == await shown(plain, 7)
         assert stretched[-1].documents[0] == corpus.documents[7]
 
-    @pytest.mark.parametrize(("search_s", "shares"), [(0.4, (0.125, 0.125, 0.25, 0.5)), (8.0, (0.25, 0.25, 0.5))])
-    def test_ends_each_stage_at_its_share_to_the_moment(self, search_s: float, shares: tuple[float, ...]) -> None:
+    @pytest.mark.parametrize(
+        ("stages", "stage_s", "shares", "search_s", "ends"),
+        [
+            (4, 0.0, (0.125, 0.125, 0.25, 0.5), 0.4, [0.05, 0.1, 0.2, 0.4]),
+            (3, 0.0, (0.25, 0.25, 0.5), 8.0, [2.0, 4.0, 8.0]),
+            # Known after its first stage it takes all its time, and slower by itself it is not held back further.
+            (1, 0.0, (0.5, 0.5), 3.0, [3.0]),
+            (2, 2.0, (0.5, 0.5), 3.0, [2.0, 4.0]),
+        ],
+    )
+    def test_ends_each_stage_at_its_share_to_the_moment(
+        self, stages: int, stage_s: float, shares: tuple[float, ...], search_s: float, ends: list[float]
+    ) -> None:
         """On a virtual clock: no stage is free, the first least of all, and none waits longer than its share."""
-        stages = [Provisional(documents(1), final=number == len(shares)) for number in range(1, len(shares) + 1)]
 
-        async def at_once(question: Any) -> AsyncIterator[Provisional[Document]]:
-            for stage in stages:
-                yield stage
-
-        async def main() -> list[float]:
-            now = asyncio.get_running_loop().time
-            return [now() async for _ in paced(at_once, shares, search_s)(ask(0, "q", "salt"))]
-
-        assert run_virtual(main()) == pytest.approx([search_s * share for share in accumulate(shares)])
-
-    def test_that_is_known_after_its_first_stage_takes_all_its_time(self) -> None:
-        async def final_at_once(question: Any) -> AsyncIterator[Provisional[Document]]:
-            yield Provisional(documents(1), final=True)
+        async def search(question: Any) -> AsyncIterator[Provisional[Document]]:
+            for number in range(1, stages + 1):
+                await asyncio.sleep(stage_s)
+                yield Provisional(documents(1), final=number == stages)
 
         async def main() -> list[float]:
             now = asyncio.get_running_loop().time
-            return [now() async for _ in paced(final_at_once, (0.5, 0.5), 3.0)(ask(0, "q", "salt"))]
+            return [now() async for _ in paced(search, shares, search_s)(ask(0, "q", "salt"))]
 
-        assert run_virtual(main()) == [3.0]
-
-    def test_that_is_slower_by_itself_is_not_held_back_further(self) -> None:
-        async def slow(question: Any) -> AsyncIterator[Provisional[Document]]:
-            for final in (False, True):
-                await asyncio.sleep(2.0)
-                yield Provisional(documents(1), final=final)
-
-        async def main() -> list[float]:
-            now = asyncio.get_running_loop().time
-            return [now() async for _ in paced(slow, (0.5, 0.5), 3.0)(ask(0, "q", "salt"))]
-
-        assert run_virtual(main()) == [2.0, 4.0]
+        assert run_virtual(main()) == pytest.approx(ends)
 
 
 class TestARate:
@@ -302,13 +293,6 @@ speculative_ms = 69.7
 
 
 class TestSuites:
-    def test_of_the_papers_tables_can_be_run(self) -> None:
-        for name, cells, short in (("table-5", 6, 6), ("table-6", 6, 6), ("ragcache-figure-22", 18, 10)):
-            (found,) = choose_suites([name])
-            assert (found.kind, found.needs, found.baseline) == ("pipelining", "", "none")
-            assert (len(found.points), len(found.short_form.points)) == (cells, short)
-        assert load_suites()["table-6"].policies == ("none", "warmup")
-
     def test_of_table_3_bring_both_data_sets(self) -> None:
         rows = load_suites()["ragcache-figure-22"].paper
         ratios = {row.label: round(row.figures["serial_ms"] / row.figures["speculative_ms"], 1) for row in rows}

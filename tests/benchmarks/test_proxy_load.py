@@ -31,7 +31,7 @@ STREAMS = 2000
 
 @pytest.fixture(scope="module")
 def ports() -> Iterator[tuple[int, int]]:
-    """An instant upstream, and `ragorder serve` in front of it."""
+    """An instant upstream, and a `ragorder serve` that forwards to it."""
     allow_many_connections(STREAMS)
     with servers("--body-limit", "1", "--max-connections", "2500") as (upstream, proxy):
         yield upstream.port, proxy.port

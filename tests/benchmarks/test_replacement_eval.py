@@ -154,10 +154,10 @@ class PlainTiers:
         if self.host.evict(self.host.used + self.sizes[path] - self.host.room, protected) is not None:
             self.host.insert(path, node)
             return
-        for behind in [each for each in self.host.held if each[: len(path)] == path]:
-            lost = self.host.held.pop(behind)
+        for after in [each for each in self.host.held if each[: len(path)] == path]:
+            lost = self.host.held.pop(after)
             if self.host.history:
-                self.host.remembered[behind] = lost
+                self.host.remembered[after] = lost
 
     def total(self, paths: Sequence[Path_]) -> int:
         return sum(self.sizes[path] for path in paths)
@@ -180,12 +180,7 @@ def paths_of(tiers: TwoTiers, requests: Sequence[Sequence[int]]) -> dict[Path_, 
 
 class TestTwoTiers:
     @settings(max_examples=examples(150))
-    @given(
-        requests=requests_of_few,
-        device=st.integers(0, 30),
-        host=st.integers(0, 50),
-        policy=st.sampled_from(CACHES),
-    )
+    @given(requests_of_few, st.integers(0, 30), st.integers(0, 50), st.sampled_from(CACHES))
     def test_hold_what_slow_and_plain_ones_hold(
         self, requests: list[list[int]], device: int, host: int, policy: str
     ) -> None:
@@ -272,14 +267,9 @@ class TestSimulating:
             "    served = simulate(stream, policy, 30_000, 60_000).served\n"
             "    print(policy, sum(each.hits for each in served), sum(each.seconds for each in served))\n"
         )
-        done = python("-c", script, PYTHONHASHSEED="7")
-        assert done.returncode == 0, done.stderr
-        stream = skewed_stream("nq-like", 3, top_k=3, requests=300)
-        expected = []
-        for policy in REPLACEMENT_POLICIES:
-            served = simulate(stream, policy, 30_000, 60_000).served
-            expected.append(f"{policy} {sum(each.hits for each in served)} {sum(each.seconds for each in served)}")
-        assert done.stdout.splitlines() == expected
+        one, other = (python("-c", script, PYTHONHASHSEED=seed) for seed in ("7", "8"))
+        assert one.returncode == 0, one.stderr
+        assert one.stdout == other.stdout and len(one.stdout.splitlines()) == len(REPLACEMENT_POLICIES)
 
     @pytest.mark.parametrize("host", ["8GiB", "32GiB"])
     def test_frequency_and_cost_are_worth_what_is_required_of_them(self, skewed: DocumentStream, host: str) -> None:
@@ -348,7 +338,7 @@ class TestSimulating:
 
 
 class TestTheBound:
-    def test_counts_the_cheapest_stays_first(self) -> None:
+    def test_counts_the_cheapest_stays_first_after_the_warm_up(self) -> None:
         # Stays: of the first document 10 tokens for one request, and for two; of the second 40 tokens for three.
         stream = DocumentStream("mine", [(0,), (0,), (1,), (0,), (2,), (1,)], [10, 40, 5])
         assert most_hits(stream, 10**9) == 3
@@ -356,8 +346,6 @@ class TestTheBound:
         # Room for 30 tokens x requests in all, and 60 more: half of what the last one needs.
         assert most_hits(stream, 5) == 2
         assert most_hits(stream, 15) == pytest.approx(2.5)
-
-    def test_leaves_out_what_is_before_the_warm_up_ends(self) -> None:
         stream = DocumentStream("mine", [(0,), (0,), (0,), (1,)], [10, 10])
         assert most_hits(stream, 10, warmup=2) == 1
         assert most_hits(stream, 10, warmup=3) == 0
@@ -481,7 +469,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestTheHarness:
-    def test_keeps_every_request_of_every_cell_policy_and_seed(self, folder: Path) -> None:
+    def test_keeps_every_request_and_gives_the_device_room_for_the_longest(self, folder: Path) -> None:
         found = result_lines(folder, "replacement")
         assert len(found) == 3 * 3 * 2
         for line in found:
@@ -493,9 +481,7 @@ class TestTheHarness:
             assert line["warmup"] == 20
         sizes = {line["cell"]["host"]: line["facts"]["host_tokens"] for line in found if line["seed"] == 0}
         assert sizes["1GiB"] == 8_192 and sizes["20%"] == pytest.approx(4 * sizes["5%"], abs=4)
-
-    def test_gives_a_device_room_for_the_longest_request(self, folder: Path) -> None:
-        for line in result_lines(folder, "replacement"):
+        for line in found:
             if line["cell"]["workload"] == "paper-shuf":
                 facts = line["facts"]
                 assert facts["working_set_tokens"] // 100 < 400 < facts["device_tokens"] <= 2 * 220

@@ -10,15 +10,13 @@ from support.suites import page_of, run_suites
 from ragorder.benchmarks.fleet.sharded_plan import PlanFailedError, draw, run_plan, write_requests
 
 
-class TestRequests:
-    def test_topics_share_documents_and_are_the_same_for_a_seed(self) -> None:
-        rankings = list(draw("topics", 500, 3))
-        assert rankings == list(draw("topics", 500, 3)) != list(draw("topics", 500, 4))
-        assert {len(set(ranking)) for ranking in rankings} == {8}
-        assert len({document for ranking in rankings for document in ranking}) < 0.3 * 8 * 500
-
-    def test_others_are_workloads(self) -> None:
-        assert {len(ranking) for ranking in draw("mix8", 100, 0)} == {5}
+def test_requests_of_topics_share_documents_and_are_the_same_for_a_seed() -> None:
+    rankings = list(draw("topics", 500, 3))
+    assert rankings == list(draw("topics", 500, 3)) != list(draw("topics", 500, 4))
+    assert {len(set(ranking)) for ranking in rankings} == {8}
+    assert len({document for ranking in rankings for document in ranking}) < 0.3 * 8 * 500
+    # Others are workloads.
+    assert {len(ranking) for ranking in draw("mix8", 100, 0)} == {5}
 
 
 class TestRun:
@@ -37,8 +35,7 @@ class TestRun:
             run_plan(tmp_path / "requests.jsonl", tmp_path / "plan")
 
 
-class TestSuite:
-    def test_runs_and_reports(self, tmp_path: Path) -> None:
-        run_suites(tmp_path, "sharded-plan", "--reduced", "--seeds", 0)
-        rows = [line for line in page_of(tmp_path).splitlines() if line.startswith("| topics | 300 |")]
-        assert [row.split(" | ")[2] for row in rows] == ["one plan", "4"]
+def test_the_suite_runs_and_reports(tmp_path: Path) -> None:
+    run_suites(tmp_path, "sharded-plan", "--reduced", "--seeds", 0)
+    rows = [line for line in page_of(tmp_path).splitlines() if line.startswith("| topics | 300 |")]
+    assert [row.split(" | ")[2] for row in rows] == ["one plan", "4"]

@@ -1,4 +1,4 @@
-"""Processes that share their orders in front of one simulated engine."""
+"""Processes that share their orders of one simulated engine."""
 
 from __future__ import annotations
 

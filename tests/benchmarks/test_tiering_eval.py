@@ -72,7 +72,7 @@ def judged(room: str, apc: float, tiers: float, *, noise: float = 0.02) -> Speed
 
 
 def lines(room: str, apc: float, tiers: float, *, seeds: int = 3, **fields: Any) -> list[JSON]:
-    """Results with these mean times, in ms, behind a warm-up that took for ever, as the harness writes them."""
+    """Results with these mean times, in ms, after a warm-up that took for ever, as the harness writes them."""
     return [
         {
             "type": "tiering",
@@ -85,11 +85,8 @@ def lines(room: str, apc: float, tiers: float, *, seeds: int = 3, **fields: Any)
             "warmup": 5,
             "facts": {"blocks": 100, "host_bytes": 8_000_000, "disk_bytes": None, "working_set_tokens": 12_000},
             "sources": {"device": 10, "host": 20 * (arm == "tiers"), "disk": 0, "elsewhere": 0, "computed": 70},
-            "rows": {
-                "ttft_ms": [1e6] * 5 + times(mean, seed),
-                "cached_tokens": [32] * 55,
-                "prompt_tokens": [320] * 55,
-            },
+            "rows": {"ttft_ms": [1e6] * 5 + times(mean, seed)}
+            | {"cached_tokens": [32] * 55, "prompt_tokens": [320] * 55},
             **fields,
         }
         for seed in range(seeds)
@@ -119,18 +116,15 @@ class TestSizes:
         assert sizes["beyond"].host_bytes < 10 * working_set
         assert sizes["beyond"].disk_bytes is None
         assert sizes["disk"].host_bytes == sizes["beyond"].host_bytes
-        assert (sizes["disk"].disk_bytes or 0) > 10 * working_set
+        # For all seeds.
+        disk = make_sizes("disk", 3 * streams, block_size=BLOCK, bytes_per_token=10)
+        assert disk.disk_bytes > 3 * 10 * working_set
 
     def test_no_pool_is_too_small_for_a_prompt(self) -> None:
         streams = [make_stream(trace("abcdef"), NumberedPrompts(), BLOCK)]
         for room in ROOMS:
             sizes = make_sizes(room, streams, block_size=BLOCK, bytes_per_token=10)
             assert sizes.blocks * BLOCK > streams[0].longest_tokens
-
-    def test_the_disk_has_room_for_all_seeds(self) -> None:
-        streams = [make_stream(trace("abc"), NumberedPrompts(), BLOCK) for _ in range(3)]
-        sizes = make_sizes("disk", streams, block_size=BLOCK, bytes_per_token=10)
-        assert (sizes.disk_bytes or 0) > 10 * sum(stream.working_set_tokens for stream in streams)
 
 
 class TestVerdicts:
@@ -194,10 +188,8 @@ class TestOnRealServers:
         (folder / "mine.toml").write_text(SUITE, "utf-8")
         make_corpus(folder / "corpora" / "small")
         with ForkServer() as fork_server, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                "ragorder.benchmarks.ragcache.tiering.experiment.VLLMServer",
-                partial(VLLMServer, launch=fork_server.launch),
-            )
+            launched = partial(VLLMServer, launch=fork_server.launch)
+            patch.setattr("ragorder.benchmarks.ragcache.tiering.experiment.VLLMServer", launched)
             server = ["--engine", "openai", "--model", vllm_model, "--corpora", folder / "corpora"]
             yield ["run", folder / "mine.toml", "-o", folder, "--seeds", "1,2", *server]
 
@@ -263,9 +255,7 @@ class TestChaos:
             into = bytearray(len(key) * 100)
             assert not store.read(key, memoryview(into))
         refused = store.counters.refusals()
-        assert sum(refused.values()) == 40
-        assert refused["checksum"] > 0
-        assert refused["truncated"] > 0
+        assert sum(refused.values()) == 40 and min(refused["checksum"], refused["truncated"]) > 0
         store.close()
 
     def test_answers_are_compared_up_to_where_they_part(self) -> None:
@@ -280,8 +270,7 @@ class TestChaos:
         # What is not chosen counts, too.
         assert not right.agrees(answer("abc", -1.0, -1.5, -1.0, other=-2.1))
         assert not right.agrees(answer("abx", -1.0, -1.5, -1.0))
-
-    def test_of_two_tokens_that_are_as_likely_as_each_other_either_is_right(self) -> None:
+        # Of two tokens that are equally likely either is right.
         tied = {"a": -1.0, "b": -1.0}
         one = Answer(("a", "c"), (tied, {"c": -1.0}), 10, 0)
         other = Answer(("b", "d"), (tied, {"d": -3.0}), 10, 0)

@@ -51,17 +51,17 @@ def test_documents_that_stand_there_are_named(served: dict[str, dict[str, Any]])
     assert sum(columns(rows, "prompt_tokens", 3)) < 0.8 * sum(columns(served["append"], "prompt_tokens", 3))
 
 
-def test_the_suite_shows_each_turn_and_what_was_predicted(tmp_path: Path) -> None:
-    assert "3 runs served" in run_suites(tmp_path, "turns", "--reduced", "--seeds", 0)
+@pytest.mark.parametrize(
+    ("suite", "said"),
+    [
+        ("turns", ["By turn", "within a block, %", "turn 3"]),
+        ("turns-lost", ["laid out again", "turns that compute more than appended"]),
+    ],
+)
+def test_a_suite_shows_each_turn_and_what_was_predicted_or_lost(suite: str, said: list[str], tmp_path: Path) -> None:
+    assert "3 runs served" in run_suites(tmp_path, suite, "--reduced", "--seeds", 0)
     page = page_of(tmp_path)
-    assert "By turn" in page and "within a block, %" in page
-    assert "turn 3" in page
-
-
-def test_the_suite_of_lost_conversations_says_how_many_were_laid_out_anew(tmp_path: Path) -> None:
-    run_suites(tmp_path, "turns-lost", "--reduced", "--seeds", 0)
-    page = page_of(tmp_path)
-    assert "laid out again" in page and "turns that compute more than appended" in page
+    assert [words for words in said if words not in page] == []
 
 
 def test_a_real_servers_cached_tokens_are_predicted_to_the_block(vllm_server: Any, vllm_model: Path) -> None:

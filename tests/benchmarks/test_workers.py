@@ -1,4 +1,4 @@
-"""Several orderers in front of one server: their questions, and the suite."""
+"""Several orderers of one server: their questions, and the suite."""
 
 from __future__ import annotations
 
@@ -61,13 +61,8 @@ def test_retrieval_order_is_measured_once_and_each_run_finds_an_empty_cache(
     assert "10 runs served" in run_suites(tmp_path, *asked, orderers="1,4")
     lines = result_lines(tmp_path)[1:]
     order = [(line["seed"], line["cell"]["orderers"], line["policy"]) for line in lines]
-    assert order[:5] == [
-        (0, 1, "retrieval"),
-        (0, 1, "mirror"),
-        (0, 1, "events"),
-        (0, 4, "mirror"),
-        (0, 4, "events"),
-    ]
+    several = [(0, count, policy) for count in (1, 4) for policy in ("mirror", "events")]
+    assert order[:5] == [(0, 1, "retrieval"), *several]
     # Another seed begins with another policy.
     assert order[5:7] == [(1, 1, "mirror"), (1, 1, "events")]
     assert {len(line["rows"]["cached_tokens"]) for line in lines} == {7}

@@ -82,16 +82,13 @@ class TestTheScript:
         answers = [[Script(corpus, seed).answer(prompt) for prompt in prompts] for seed in (0, 0, 1)]
         assert answers[0] == answers[1] != answers[2]
 
-    def test_is_embedded_without_its_marks(self) -> None:
+    def test_is_embedded_without_its_marks_once_for_all_runs(self, tmp_path: Path) -> None:
         assert without_marks("~2 @17 who #sub wrote it") == "who wrote it"
         seen: list[str] = []
-        embed = Embedder(lambda texts: seen.extend(texts) or encode(texts))
-        assert (embed("@1 who ?") == embed("@2 ~1 who ?")).all()
+        embed = Embedder(lambda texts: seen.extend(texts) or encode(texts), tmp_path / "vectors.npz")
+        vector = embed("@1 who ?")
+        assert (vector == embed("@2 ~1 who ?")).all()
         assert seen == ["who ?"]
-
-    def test_has_embeddings_that_are_kept(self, tmp_path: Path) -> None:
-        embed = Embedder(encode, tmp_path / "vectors.npz")
-        vector = embed("who ?")
         embed.save()
         again = Embedder(lambda texts: pytest.fail("embedded twice"), tmp_path / "vectors.npz")
         assert (again("who ?") == vector).all()
@@ -213,11 +210,10 @@ class TestWhereTheEngineIsTheBottleneck:
         assert self.mean_s(SYSTEMS["hedra+order"], materials, workflow) < stages / 1.1
 
 
-class TestSuites:
-    def test_name_known_workflows(self) -> None:
-        assert WorkflowsCell(workflow="multistep+one_shot").workflow == "multistep+one_shot"
-        with pytest.raises(SuiteError, match="multistep"):
-            WorkflowsCell.read({"workflow": "multistop"}, "mine")
+def test_suites_name_known_workflows() -> None:
+    WorkflowsCell(workflow="multistep+one_shot")
+    with pytest.raises(SuiteError, match="multistep"):
+        WorkflowsCell.read({"workflow": "multistop"}, "mine")
 
 
 class TestElsewhere:

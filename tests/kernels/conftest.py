@@ -40,3 +40,24 @@ def make(model: Any) -> Iterator[Make]:
     yield made
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def fusing(make: Make) -> Make:
+    return lambda **settings: make(reuse="fused", **settings)
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The positions that each fused request recomputes."""
+    from ragorder.kernels.engine.sequence import Sequence
+
+    found: list[list[int]] = []
+    choose = Sequence.choose
+
+    def recorded(sequence: Any, positions: Any, **options: Any) -> None:
+        found.append(positions.tolist())
+        choose(sequence, positions, **options)
+
+    monkeypatch.setattr(Sequence, "choose", recorded)
+    return found

@@ -18,33 +18,19 @@ from ragorder.kernels.attention.table import ARCHITECTURES, HEAD_DIMS, Tile
 pytestmark = pytest.mark.merge
 
 COMMAND = ("-m", "ragorder.kernels.attention.compile")
+HOPPER = "--family sm_90 --dtype bf16"
+CAPPED = "--family sm_80 --dtype fp16 --head-dim 96 --rows 128 --split --softcap --group 7"
 CHOICES = {
-    "hopper": ("--family", "sm_90", "--head-dim", "128", "--dtype", "bf16", "--rows", "16", "--rows", "128"),
-    "ampere": ("--family", "sm_80", "--head-dim", "128", "--dtype", "fp16", "--rows", "16", "--rows", "128"),
-    "a head in two parts, a group of seven": (
-        *("--family", "sm_90", "--head-dim", "80", "--dtype", "bf16", "--rows", "64", "--group", "7"),
-        *("--block-size", "128"),
-    ),
-    "all that a model may ask for": (
-        *("--family", "sm_90", "--head-dim", "64", "--dtype", "bf16", "--rows", "128"),
-        *("--window", "--softcap", "--split"),
-    ),
-    "the widest head": ("--family", "sm_90", "--head-dim", "256", "--dtype", "bf16", "--rows", "128"),
-    "single precision": ("--family", "sm_90", "--head-dim", "128", "--dtype", "fp32", "--rows", "16"),
-    "rows at any positions": (
-        *("--sparse", "--family", "sm_90", "--head-dim", "128", "--dtype", "bf16", "--rows", "16", "--rows", "128"),
-    ),
-    "shared keys": (
-        *("--runs", "--family", "sm_90", "--head-dim", "128", "--dtype", "bf16", "--rows", "16", "--rows", "128"),
-    ),
-    "shared keys on ampere, split and capped": (
-        *("--runs", "--family", "sm_80", "--head-dim", "96", "--dtype", "fp16", "--rows", "128"),
-        *("--split", "--softcap", "--group", "7"),
-    ),
-    "rows at any positions on ampere, split and capped": (
-        *("--sparse", "--family", "sm_80", "--head-dim", "96", "--dtype", "fp16", "--rows", "128"),
-        *("--split", "--softcap", "--group", "7"),
-    ),
+    "hopper": f"{HOPPER} --head-dim 128 --rows 16 --rows 128",
+    "ampere": "--family sm_80 --dtype fp16 --head-dim 128 --rows 16 --rows 128",
+    "a head in two parts, a group of seven": f"{HOPPER} --head-dim 80 --rows 64 --group 7 --block-size 128",
+    "all that a model may ask for": f"{HOPPER} --head-dim 64 --rows 128 --window --softcap --split",
+    "the widest head": f"{HOPPER} --head-dim 256 --rows 128",
+    "single precision": "--family sm_90 --dtype fp32 --head-dim 128 --rows 16",
+    "rows at any positions": f"--sparse {HOPPER} --head-dim 128 --rows 16 --rows 128",
+    "shared keys": f"--runs {HOPPER} --head-dim 128 --rows 16 --rows 128",
+    "shared keys on ampere, split and capped": f"--runs {CAPPED}",
+    "rows at any positions on ampere, split and capped": f"--sparse {CAPPED}",
 }
 CHOICES = dict(grid(list(CHOICES.items()), 3))
 
@@ -53,7 +39,7 @@ SCRIPT = """
 import json, sys
 from ragorder.kernels.attention.compile import main, merge_resources
 for arguments in json.loads(sys.argv[1]):
-    main.main([*arguments, "--json"], standalone_mode=False)
+    main.main([*arguments.split(), "--json"], standalone_mode=False)
 for head_dim in (64, 96, 256):
     merged = merge_resources("sm_90", head_dim)
     assert merged.stack == merged.local == 0, merged
@@ -98,23 +84,17 @@ def test_the_whole_table_is_each_of_its_tiles_once() -> None:
     }
 
 
-class TestFaults:
-    """What the command would not let pass."""
-
-    good = Compiled(registers=200, stack=0, local=0, shared=100_000, wgmma=24, mma=0, copies=40)
+@pytest.mark.parametrize(
+    ("bad", "fault"),
+    [
+        (Compiled(255, 8, 0, 100_000, 24, 0, 40), "spills: 8 bytes of stack"),
+        (Compiled(200, 0, 16, 100_000, 24, 0, 40), "16 local"),
+        (Compiled(200, 0, 0, 300_000, 24, 0, 40), "300000 bytes of shared memory"),
+        (Compiled(200, 0, 0, 100_000, 0, 96, 40), "no wgmma"),
+    ],
+)
+def test_faults_of_a_compiled_kernel_are_named(bad: Compiled, fault: str) -> None:
     variant = Variant("sm_90", 128, "bf16", Tile(128, 64, 8, 3))
-
-    def test_there_are_none_in_a_good_one(self) -> None:
-        assert self.good.faults(self.variant) == []
-
-    @pytest.mark.parametrize(
-        ("bad", "fault"),
-        [
-            (Compiled(255, 8, 0, 100_000, 24, 0, 40), "spills: 8 bytes of stack"),
-            (Compiled(200, 0, 16, 100_000, 24, 0, 40), "16 local"),
-            (Compiled(200, 0, 0, 300_000, 24, 0, 40), "300000 bytes of shared memory"),
-            (Compiled(200, 0, 0, 100_000, 0, 96, 40), "no wgmma"),
-        ],
-    )
-    def test_are_named(self, bad: Compiled, fault: str) -> None:
-        assert any(fault in found for found in bad.faults(self.variant))
+    good = Compiled(registers=200, stack=0, local=0, shared=100_000, wgmma=24, mma=0, copies=40)
+    assert good.faults(variant) == []
+    assert any(fault in found for found in bad.faults(variant))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +36,7 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def paged(tokens: int, own: int = 0, seed: int = 0) -> tuple[Keys, Tensor]:
-    """Keys in shuffled blocks among others, with NaN behind the last, and the same in a row."""
+    """Keys in shuffled blocks among others, with NaN after the last, and the same in a row."""
     generator = torch.Generator().manual_seed(seed)
     count = -(-tokens // BLOCK)
     cache = torch.full((count + 3, BLOCK, KV_HEADS, DIM), float("nan"))
@@ -67,18 +68,19 @@ def dense(queries: Queries, rows: Tensor, held: Tensor | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
-@pytest.mark.parametrize(("tokens", "own"), [(61, 7), (64, 7), (16, 1), (0, 9), (40, 0)])
-def test_what_each_key_receives_is_summed_over_the_queries(rule: dict[str, Any], tokens: int, own: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "own", "positions"),
+    [
+        *((tokens, 7, range(tokens, tokens + 7)) for tokens in (61, 64)),
+        *((16, 1, range(10, 17)), (0, 9, range(2, 9)), (40, 0, range(33, 40))),
+        (70, 0, (3, 17, 18, 50, 69)),
+    ],
+)
+def test_what_each_key_receives_is_summed_over_the_queries(
+    rule: dict[str, Any], tokens: int, own: int, positions: Sequence[int]
+) -> None:
     keys, rows = paged(tokens, own)
-    queries = queries_at(torch.arange(max(0, tokens + own - 7), tokens + own), **rule)
-    expected = dense(queries, rows).sum(1).mean(0)
-    torch.testing.assert_close(attention_received(queries, keys), expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
-def test_queries_may_stand_anywhere(rule: dict[str, Any]) -> None:
-    keys, rows = paged(70)
-    queries = queries_at(torch.tensor([3, 17, 18, 50, 69]), **rule)
+    queries = queries_at(torch.tensor(positions), **rule)
     expected = dense(queries, rows).sum(1).mean(0)
     torch.testing.assert_close(attention_received(queries, keys), expected, rtol=1e-5, atol=1e-6)
 

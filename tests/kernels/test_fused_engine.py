@@ -14,7 +14,7 @@ import pytest
 from support.families import ROTATED, WINDOWED, family
 from support.inside import cache_of, scorer_of, tiers_of
 from support.rings import grid, length
-from support.small_engine import BLOCK, Make, block_bytes, difference, exactly, greedy, run, tokens
+from support.small_engine import BLOCK, Make, block_bytes, difference, exactly, greedy, run, small_tiers, tokens
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -30,7 +30,6 @@ from ragorder.kernels.engine import (
     TieredEngine,
     UnsupportedModelError,
 )
-from ragorder.kernels.engine import sequence as requests_under_way
 from ragorder.kernels.fusion.selection import Measurements, make_selection
 
 SYSTEM = tokens(21, 100)
@@ -42,16 +41,16 @@ LARGEST = 10
 
 
 def warm(engine: TieredEngine, *paths: Sequence[Sequence[int]]) -> None:
-    """Have these documents computed behind the system prompt, exactly."""
+    """Have these documents computed after the system prompt, exactly."""
     for path in paths:
         [completion] = engine.generate([prompt_of(SYSTEM, path, tokens(3, 77), fusion="exact")])
         assert completion.finish_reason == "length"
 
 
-def taken_of(documents: Sequence[Sequence[int]], *behind: Sequence[Sequence[int]] | None) -> list[Taken]:
-    """Of documents behind the system prompt, those that were computed behind others; None: not taken over."""
+def taken_of(documents: Sequence[Sequence[int]], *after: Sequence[Sequence[int]] | None) -> list[Taken]:
+    """Those of a prompt's documents that were computed after the system prompt and others; None: not reused."""
     taken, start = [], len(SYSTEM)
-    for document, others in zip(documents, behind, strict=True):
+    for document, others in zip(documents, after, strict=True):
         if others is not None:
             taken.append(Taken(start, document, [*SYSTEM, *(token for other in others for token in other)]))
         start += len(document)
@@ -67,7 +66,7 @@ def reused(
     engine: TieredEngine,
     plain: Any,
     documents: Sequence[Sequence[int]],
-    *behind: Sequence[Sequence[int]] | None,
+    *after: Sequence[Sequence[int]] | None,
     fusion: Fusion = NONE,
     recomputed: Sequence[list[int]] = ([],),
     exact_documents: int = 0,
@@ -75,7 +74,7 @@ def reused(
     """A completion whose logits are the reference's, with the last list of `recomputed` positions."""
     request = replace(prompt_of(SYSTEM, documents, QUESTION, fusion=fusion), exact_documents=exact_documents)
     [completion] = engine.generate([request])
-    expected = fused_logits(plain, request.token_ids, taken_of(documents, *behind), recomputed[-1])
+    expected = fused_logits(plain, request.token_ids, taken_of(documents, *after), recomputed[-1])
     assert off(completion, expected) <= 1e-4
     return completion
 
@@ -83,25 +82,6 @@ def reused(
 def used_blocks(engine: TieredEngine) -> int:
     engine.clear_cache()
     return cache_of(engine).pool.used_blocks
-
-
-@pytest.fixture
-def fusing(make: Make) -> Make:
-    return lambda **settings: make(reuse="fused", **settings)
-
-
-@pytest.fixture
-def anew(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The positions that each fused request recomputes."""
-    chosen: list[list[int]] = []
-    choose = requests_under_way.Sequence.choose
-
-    def recorded(sequence: Any, anew: Any, **options: Any) -> None:
-        chosen.append(anew.tolist())
-        choose(sequence, anew, **options)
-
-    monkeypatch.setattr(requests_under_way.Sequence, "choose", recorded)
-    return chosen
 
 
 @dataclass
@@ -119,23 +99,20 @@ class Chooses:
 
 class TestFullReuse:
     @pytest.mark.parametrize("block_size", [1, 48])
-    def test_is_keys_turned_to_where_the_document_stands(self, fusing: Make, plain: Any, block_size: int) -> None:
+    def test_turns_keys_to_where_the_document_stands_and_computes_the_question_only(
+        self, fusing: Make, plain: Any, block_size: int
+    ) -> None:
         engine = fusing(block_size=block_size)
         warm(engine, [A], [B], [C])
+        computed = engine.stats().computed_tokens
         completion = reused(engine, plain, [C, A, B], None, [], [])
         assert completion.cached == (len(SYSTEM) + len(C), 0, 0)
         assert (completion.fused, completion.recomputed) == ((len(A) + len(B), 0, 0), 0)
+        assert engine.stats().computed_tokens == computed + len(QUESTION)
         # It is an approximation, or there was nothing to test.
         assert difference(completion, plain, prompt_of(SYSTEM, [C, A, B], QUESTION)) > 1e-2
 
-    def test_computes_the_question_only(self, fusing: Make) -> None:
-        engine = fusing()
-        warm(engine, [A], [B])
-        before = engine.stats().computed_tokens
-        engine.generate([prompt_of(SYSTEM, [B, A], QUESTION, fusion=NONE)])
-        assert engine.stats().computed_tokens == before + len(QUESTION)
-
-    def test_of_documents_that_were_computed_one_behind_the_other(self, fusing: Make, plain: Any) -> None:
+    def test_of_documents_that_were_computed_one_after_the_other(self, fusing: Make, plain: Any) -> None:
         engine = fusing()
         warm(engine, [D, A, B], [A], [B], [C])
         reused(engine, plain, [C, A, B], None, [D], [D, A])
@@ -148,17 +125,6 @@ class TestFullReuse:
         [completion] = engine.generate([request])
         expected = fused_logits(plain, request.token_ids, [Taken(len(A), B, [])], [])
         assert off(completion, expected) <= 1e-4
-
-    def test_answers_go_on_behind_it(self, fusing: Make, plain: Any) -> None:
-        engine = fusing()
-        warm(engine, [A], [B])
-        request = prompt_of(SYSTEM, [B, A], QUESTION, fusion=NONE, max_tokens=6)
-        [completion] = engine.generate([request])
-        prompt = list(request.token_ids)
-        for token in completion.token_ids:
-            expected = fused_logits(plain, prompt, taken_of([B, A], None, []), [])
-            assert token == int(expected.argmax())
-            prompt.append(token)
 
 
 class TestRecomputation:
@@ -173,90 +139,88 @@ class TestRecomputation:
     @pytest.mark.parametrize(
         ("max_batch_tokens", "select"), [(1, "head"), (7, "query"), (64, "random"), (512, "deviation")]
     )
-    def test_of_some_is_that_of_rows_among_stale_ones(
-        self, fusing: Make, plain: Any, anew: list[list[int]], max_batch_tokens: int, select: str
+    def test_of_some_is_that_of_rows_between_stale_ones(
+        self, fusing: Make, plain: Any, chosen: list[list[int]], max_batch_tokens: int, select: str
     ) -> None:
         engine = fusing(max_batch_tokens=max_batch_tokens)
         warm(engine, [A], [B], [C])
         fusion = Fusion(0.3, select)
-        completion = reused(engine, plain, [C, D, B, A], None, None, [], [], fusion=fusion, recomputed=anew)
-        assert len(anew[-1]) == completion.recomputed == round(0.3 * (len(A) + len(B)))
+        completion = reused(engine, plain, [C, D, B, A], None, None, [], [], fusion=fusion, recomputed=chosen)
+        assert len(chosen[-1]) == completion.recomputed == round(0.3 * (len(A) + len(B)))
 
-    def test_is_what_was_asked_for_at_most(self, fusing: Make) -> None:
+    def test_is_the_share_that_was_asked_for_and_counted_by_itself(self, fusing: Make) -> None:
         engine = fusing(recompute=0.5, select="head")
         warm(engine, [A], [B])
-        documents = [B, A]
-        for fusion, recomputed in ((None, round(0.5 * len(A))), (Fusion(0.0), 0), (Fusion(0.1, "random"), 4)):
-            [completion] = engine.generate([prompt_of(SYSTEM, documents, QUESTION, fusion=fusion)])
-            assert (completion.fused.total, completion.recomputed) == (len(A), recomputed)
+        prompt_tokens, shares = engine.stats().prompt_tokens, (round(0.5 * len(A)), 0, 4)
+        for fusion, recomputed in zip((None, Fusion(0.0), Fusion(0.1, "random")), shares, strict=True):
+            [completion] = engine.generate([prompt_of(SYSTEM, [B, A], QUESTION, fusion=fusion)])
+            assert (completion.fused, completion.recomputed) == ((len(A), 0, 0), recomputed)
+        stats = engine.stats()
+        assert completion.prompt_tokens == len([*SYSTEM, *B, *A, *QUESTION])
+        assert stats.prompt_tokens - prompt_tokens == 3 * completion.prompt_tokens
+        assert (stats.fused, stats.recomputed) == ((3 * len(A), 0, 0), sum(shares))
 
-    @pytest.mark.parametrize("needs", ["nothing", "question"])
+    @pytest.mark.parametrize(
+        ("needs", "documents"),
+        # The last block of the last prompt holds more tokens than its reused document has.
+        [("nothing", [B, A]), ("question", [B, A]), ("question", [A, tokens(5, 6)])],
+        ids=["nothing", "question", "one block"],
+    )
     def test_is_of_everything_if_the_selection_fails(
-        self, fusing: Make, plain: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, needs: str
+        self,
+        fusing: Make,
+        plain: Any,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        needs: str,
+        documents: list[list[int]],
     ) -> None:
         fails = Chooses(ValueError("Zanzibar"), needs)
         monkeypatch.setattr("ragorder.kernels.engine.selecting.make_selection", lambda _: fails)
-        engine = fusing()
-        warm(engine, [A], [B])
-        request = prompt_of(SYSTEM, [B, A], QUESTION)
-        exactly(engine, plain, request)
+        engine = fusing(block_size=16)
+        warm(engine, *([document] for document in documents))
+        exactly(engine, plain, prompt_of(SYSTEM, documents, QUESTION))
         assert "selection query failed (ValueError)" in caplog.text
         assert "Zanzibar" not in caplog.text
-
-    def test_is_of_everything_within_the_block_that_the_fused_prompt_ends_in(
-        self, fusing: Make, plain: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        fails = Chooses(ValueError(), "question")
-        monkeypatch.setattr("ragorder.kernels.engine.selecting.make_selection", lambda _: fails)
-        engine, short = fusing(block_size=16), tokens(5, 6)
-        warm(engine, [A], [short])
-        request = prompt_of(SYSTEM, [A, short], QUESTION)
-        assert len(request.token_ids) % 16 > len(short)
-        exactly(engine, plain, request)
 
     def test_does_not_reach_what_a_selection_may_not(
         self, fusing: Make, plain: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Rows of the exact prefix are shared."""
-        chooses = Chooses(torch.arange(0, 60))
-        monkeypatch.setattr("ragorder.kernels.engine.selecting.make_selection", lambda _: chooses)
+        monkeypatch.setattr("ragorder.kernels.engine.selecting.make_selection", lambda _: Chooses(torch.arange(0, 60)))
         engine = fusing()
         warm(engine, [A], [B])
         [completion] = engine.generate([prompt_of(SYSTEM, [B, A], QUESTION)])
         assert completion.recomputed == 60 - len(SYSTEM) - len(B)
-        request = prompt_of(SYSTEM, [B], QUESTION, fusion="exact")
-        [found] = exactly(engine, plain, request)
+        [found] = exactly(engine, plain, prompt_of(SYSTEM, [B], QUESTION, fusion="exact"))
         assert found.cached.total == len(SYSTEM) + len(B)
 
 
 class TestRounds:
     """The second half of the tokens is what the first half attends to."""
 
-    def test_are_of_the_budget_and_what_is_computed_is_as_ever(
-        self, fusing: Make, plain: Any, anew: list[list[int]]
-    ) -> None:
+    def test_share_the_budget(self, fusing: Make, plain: Any, chosen: list[list[int]]) -> None:
         engine = fusing(max_batch_tokens=7)
         warm(engine, [A], [B], [C])
-        documents = [C, D, B, A]
-        chosen = []
+        shares = []
         for recompute, rounds in ((0.15, 1), (0.3, 2)):
             fusion = Fusion(recompute, "query", rounds=rounds)
-            completion = reused(engine, plain, documents, None, None, [], [], fusion=fusion, recomputed=anew)
-            assert len(anew[-1]) == completion.recomputed == round(recompute * (len(A) + len(B)))
-            chosen.append(set(anew[-1]))
-        assert chosen[0] < chosen[1]
+            completion = reused(engine, plain, [C, D, B, A], None, None, [], [], fusion=fusion, recomputed=chosen)
+            assert len(chosen[-1]) == completion.recomputed == round(recompute * (len(A) + len(B)))
+            shares.append(set(chosen[-1]))
+        assert shares[0] < shares[1]
 
     def test_the_second_adds_what_the_tokens_of_the_first_attend_to_most(
-        self, fusing: Make, anew: list[list[int]], monkeypatch: pytest.MonkeyPatch
+        self, fusing: Make, chosen: list[list[int]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         engine = fusing()
         warm(engine, [A], [B])
         scorer = scorer_of(engine)
         attending, seen = scorer.attending, []
 
-        def watched(inputs: Any, chosen: Any, most_tokens: int) -> Any:
-            attention = yield from attending(inputs, chosen, most_tokens)
-            seen.append((chosen.tolist(), attention.tolist()))
+        def watched(inputs: Any, rows: Any, most_tokens: int) -> Any:
+            attention = yield from attending(inputs, rows, most_tokens)
+            seen.append((rows.tolist(), attention.tolist()))
             return attention
 
         monkeypatch.setattr(scorer, "attending", watched)
@@ -265,7 +229,7 @@ class TestRounds:
         begin, budget = len(SYSTEM) + len(B), round(0.5 * len(A))
         others = sorted({*range(begin, begin + len(A))} - {*first}, key=attention.__getitem__, reverse=True)
         assert len(first) == budget // 2
-        assert anew[-1] == sorted([*first, *others[: budget - len(first)]])
+        assert chosen[-1] == sorted([*first, *others[: budget - len(first)]])
 
 
 class TestSelecting:
@@ -306,19 +270,6 @@ class TestSelecting:
         assert bool(inputs.held("cpu").all())
         assert inputs.exact_tokens == len(SYSTEM) + len(A) + len(C)
 
-    @pytest.mark.parametrize("steps", [1, 3, 5])
-    def test_is_left_when_the_request_is(self, fusing: Make, plain: Any, steps: int) -> None:
-        engine = fusing(max_batch_tokens=8)
-        warm(engine, [A], [B])
-        fusion = Fusion(0.5, "query", rounds=2)
-        request_id = engine.add(prompt_of(SYSTEM, [B, A], QUESTION, fusion=fusion, max_tokens=9))
-        for _ in range(steps):
-            engine.step()
-        assert engine.abort(request_id)
-        exact = prompt_of(SYSTEM, [B, A], tokens(4, 8), fusion="exact")
-        exactly(engine, plain, exact)
-        assert used_blocks(engine) == 0
-
     def test_a_failing_device_has_the_request_start_over(
         self, fusing: Make, plain: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -345,19 +296,18 @@ class TestSelecting:
 
 
 class TestTheTree:
-    def test_gets_what_is_computed_behind_the_exact_prefix_and_nothing_behind_copies(
+    def test_gets_what_is_computed_after_the_exact_prefix_and_nothing_after_copies(
         self, fusing: Make, plain: Any
     ) -> None:
         engine = fusing()
         warm(engine, [A], [B])
         completion = reused(engine, plain, [A, C, B, D], None, None, [], [])
         assert completion.cached.total == len(SYSTEM) + len(A)
-        exact = prompt_of(SYSTEM, [A, C, B, D], tokens(5, 6), fusion="exact")
-        [again] = exactly(engine, plain, exact)
+        [again] = exactly(engine, plain, prompt_of(SYSTEM, [A, C, B, D], tokens(5, 6), fusion="exact"))
         assert again.cached.total == len(SYSTEM) + len(A) + len(C)
 
     @pytest.mark.parametrize(("max_batch_tokens", "max_requests"), [(512, 64), (8, 1)])
-    def test_gets_a_document_that_is_new_behind_copies_by_itself(
+    def test_gets_a_document_that_is_new_after_copies_by_itself(
         self, fusing: Make, plain: Any, max_batch_tokens: int, max_requests: int
     ) -> None:
         """It would have to be computed again for each request."""
@@ -368,18 +318,14 @@ class TestTheTree:
         [completion] = engine.generate([request])
         assert completion.finish_reason == "length"
         # These two were not there before: they count as computed.
-        assert (completion.fused.total, completion.recomputed) == (len(A), round(0.25 * (len(A) + len(C) + len(D)) / 3))
-        anew = round(0.25 * (len(A) + len(C) + len(D)))
-        assert engine.stats().computed_tokens == computed + len(C) + len(D) + anew + len(QUESTION) + 2
+        recomputed = 0.25 * (len(A) + len(C) + len(D))
+        assert (completion.fused.total, completion.recomputed) == (len(A), round(recomputed / 3))
+        assert engine.stats().computed_tokens == computed + len(C) + len(D) + round(recomputed) + len(QUESTION) + 2
 
-        for documents, cached in (([D], len(D)), ([C], len(C))):
-            exact = prompt_of(SYSTEM, documents, tokens(5, 6), fusion="exact")
-            [again] = exactly(engine, plain, exact)
-            assert again.cached.total == len(SYSTEM) + cached
-        other = prompt_of(SYSTEM, [D, C, A], QUESTION, fusion=NONE)
-        [completion] = engine.generate([other])
-        expected = fused_logits(plain, other.token_ids, taken_of([D, C, A], None, [], []), [])
-        assert off(completion, expected) <= 1e-4
+        for document in (D, C):
+            [found] = exactly(engine, plain, prompt_of(SYSTEM, [document], tokens(5, 6), fusion="exact"))
+            assert found.cached.total == len(SYSTEM) + len(document)
+        reused(engine, plain, [D, C, A], None, [], [])
 
     def test_gets_it_once_for_requests_that_come_together(self, fusing: Make, plain: Any) -> None:
         engine = fusing()
@@ -395,8 +341,7 @@ class TestTheTree:
         engine = fusing()
         warm(engine, [A], [B])
         engine.generate([prompt_of(SYSTEM, [B, A], QUESTION, fusion=ALL)])
-        request = prompt_of(SYSTEM, [B, A], tokens(4, 8), fusion="exact")
-        [completion] = exactly(engine, plain, request)
+        [completion] = exactly(engine, plain, prompt_of(SYSTEM, [B, A], tokens(4, 8), fusion="exact"))
         assert completion.cached.total == len(SYSTEM) + len(B) + len(A)
 
     def test_is_one_of_each_tenant(self, fusing: Make, plain: Any) -> None:
@@ -418,38 +363,25 @@ class TestTiers:
             engine.generate([prompt_of(SYSTEM, [tokens(200, seed)], QUESTION, fusion="exact")])
 
     def test_documents_come_from_host_and_disk_too(
-        self, fusing: Make, plain: Any, model: Any, tmp_path: Path, anew: list[list[int]]
+        self, fusing: Make, plain: Any, model: Any, tmp_path: Path, chosen: list[list[int]]
     ) -> None:
-        tiers = {
-            "device_tokens": 18 * BLOCK,
-            "host_bytes": 20 * block_bytes(model),
-            "disk_path": tmp_path / "kv",
-            "disk_bytes": 1 << 24,
-            "policy": "lru",
-        }
+        tiers = small_tiers(model, tmp_path, 20) | {"device_tokens": 18 * BLOCK, "policy": "lru"}
         engine = fusing(**tiers)
         warm(engine, [A], [B])
         self.cold(engine, [70])
         found: Counter[str] = Counter()
         for documents in ([C, A], [D, B]):
-            fusion = Fusion(0.2, "query")
-            completion = reused(engine, plain, documents, None, [], fusion=fusion, recomputed=anew)
+            completion = reused(engine, plain, documents, None, [], fusion=Fusion(0.2, "query"), recomputed=chosen)
             found.update(completion.fused._asdict())
             self.cold(engine, [71, 72, 73])
-        completion = reused(engine, plain, [D, A], None, [])
-        assert completion.fused == (0, 0, len(A))
+        assert reused(engine, plain, [D, A], None, []).fused == (0, 0, len(A))
         assert found["host"] > 0
         engine.close()
 
         # Nothing but the disk says that there is a copy of it.
-        restarted = fusing(**tiers)
-        request = prompt_of(SYSTEM, [tokens(19, 80), A], QUESTION, fusion=NONE)
-        [completion] = restarted.generate([request])
-        assert completion.fused == (0, 0, len(A))
-        expected = fused_logits(plain, request.token_ids, [Taken(len(SYSTEM) + 19, A, SYSTEM)], [])
-        assert off(completion, expected) <= 1e-4
+        assert reused(fusing(**tiers), plain, [tokens(19, 80), A], None, []).fused == (0, 0, len(A))
 
-    def test_a_document_that_arrives_while_a_step_is_planned_is_taken_over(
+    def test_a_document_that_arrives_while_a_step_is_planned_is_reused(
         self, fusing: Make, plain: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         engine = fusing()
@@ -463,8 +395,7 @@ class TestTiers:
             return False
 
         monkeypatch.setattr(KVLease, "ready", property(ready))
-        completion = reused(engine, plain, [B, A], None, [])
-        assert completion.fused.total == len(A)
+        assert reused(engine, plain, [B, A], None, []).fused.total == len(A)
 
     def test_a_pool_without_room_for_documents_computes_them(self, fusing: Make, plain: Any) -> None:
         engine = fusing(device_tokens=8 * BLOCK)
@@ -484,8 +415,7 @@ class TestTiers:
         engine = fusing(device_tokens=blocks * BLOCK)
         warm(engine, [C], [A], [B], [D])
         computed = engine.stats().computed_tokens
-        behind = [None, *([] if each in taken else None for each in (A, B, D))]
-        completion = reused(engine, plain, [C, A, B, D], *behind)
+        completion = reused(engine, plain, [C, A, B, D], None, *([] if each in taken else None for each in (A, B, D)))
         assert completion.fused.total == sum(map(len, taken))
         others = len(SYSTEM) + sum(map(len, (A, B, C, D))) - completion.cached.total - completion.fused.total
         assert engine.stats().computed_tokens == computed + others + len(QUESTION)
@@ -542,8 +472,7 @@ class TestSharing:
         for _ in range(length(12, 3)):
             requests, expected = [], []
             for _ in range(random.randint(2, 6)):
-                order = random.choices(range(6), k=random.randint(2, 5))
-                chosen = [documents[place] for place in order]
+                chosen = [documents[place] for place in random.choices(range(6), k=random.randint(2, 5))]
                 question = tokens(random.randint(1, 20), random.randint(0, 999))
                 fusion = Fusion(random.choice([0.0, 0.1, 0.5]), "head")
                 request = prompt_of(SYSTEM, chosen, question, fusion=fusion, max_tokens=random.randint(1, 4))
@@ -587,7 +516,9 @@ def measured(taken: Sequence[Taken]) -> Measurements:
 
 
 class TestWithOthers:
-    def test_exact_requests_of_the_same_steps_are_exact(self, fusing: Make, plain: Any, anew: list[list[int]]) -> None:
+    def test_exact_requests_of_the_same_steps_are_exact(
+        self, fusing: Make, plain: Any, chosen: list[list[int]]
+    ) -> None:
         engine = fusing(max_batch_tokens=48)
         warm(engine, [A], [B])
         fused = prompt_of(SYSTEM, [tokens(18, 90), B, A], QUESTION, fusion=Fusion(0.25, "random"), max_tokens=5)
@@ -602,7 +533,7 @@ class TestWithOthers:
             assert list(found.token_ids) == greedy(plain, request)
             assert found.fused.total == 0
         taken = taken_of([[0] * 18, B, A], None, [], [])
-        assert off(completion, fused_logits(plain, fused.token_ids, taken, anew[0])) <= 1e-4
+        assert off(completion, fused_logits(plain, fused.token_ids, taken, chosen[0])) <= 1e-4
 
     def test_of_a_document_that_is_computed_in_this_step_waits_for_it(self, fusing: Make, plain: Any) -> None:
         engine = fusing(schedule="fcfs")
@@ -620,26 +551,12 @@ class TestWithOthers:
     def test_random_traffic_over_small_tiers_keeps_exact_requests_exact(
         self, fusing: Make, plain: Any, model: Any, tmp_path: Path
     ) -> None:
-        engine = fusing(
-            device_tokens=24 * BLOCK,
-            host_bytes=20 * block_bytes(model),
-            disk_path=tmp_path / "kv",
-            disk_bytes=1 << 24,
-            max_batch_tokens=100,
-            max_requests=3,
-        )
+        tiers = small_tiers(model, tmp_path, 20) | {"device_tokens": 24 * BLOCK}
+        engine = fusing(**tiers, max_batch_tokens=100, max_requests=3)
         random = Random(3)
         documents = [tokens(random.randint(10, 50), seed) for seed in range(8)]
-        fusions: list[Any] = [
-            "exact",
-            "exact",
-            Fusion(0.3, "random"),
-            Fusion(0.15, "query"),
-            NONE,
-            ALL,
-            Fusion(0.2, "deviation"),
-            Fusion(0.4, "query", rounds=2),
-        ]
+        fusions: list[Any] = ["exact", "exact", Fusion(0.3, "random"), Fusion(0.15, "query"), NONE, ALL]
+        fusions += [Fusion(0.2, "deviation"), Fusion(0.4, "query", rounds=2)]
         seen: Counter[str] = Counter()
         for _ in range(length(60, 8)):
             requests = [
@@ -683,18 +600,27 @@ class TestWithOthers:
         assert (second.finish_reason, len(second.token_ids)) == ("length", 60)
         assert used_blocks(engine) == 0
 
-    @pytest.mark.parametrize("steps", [0, 1, 4, 7, 9])
-    def test_aborted_it_gives_everything_back(self, fusing: Make, plain: Any, steps: int) -> None:
+    @pytest.mark.parametrize(
+        ("fusion", "documents", "steps"),
+        [
+            *((Fusion(0.5, "random"), [B, A, C, D], steps) for steps in (0, 1, 4, 7, 9)),
+            *((Fusion(0.5, "query", rounds=2), [B, A], steps) for steps in (1, 3, 5)),
+        ],
+        ids=lambda value: None if isinstance(value, list) else str(value),
+    )
+    def test_aborted_it_gives_everything_back(
+        self, fusing: Make, plain: Any, fusion: Fusion, documents: list[list[int]], steps: int
+    ) -> None:
         engine = fusing(max_batch_tokens=8)
         warm(engine, [A], [B])
-        request_id = engine.add(prompt_of(SYSTEM, [B, A, C, D], QUESTION, fusion=Fusion(0.5, "random"), max_tokens=9))
+        request_id = engine.add(prompt_of(SYSTEM, documents, QUESTION, fusion=fusion, max_tokens=9))
         for _ in range(steps):
             engine.step()
         assert engine.stats().running + engine.stats().waiting == 1
         assert engine.abort(request_id)
         assert engine.stats().running == engine.stats().waiting == 0
-        exact = prompt_of(SYSTEM, [C], tokens(4, 8), fusion="exact")
-        exactly(engine, plain, exact)
+        for each in ([C], [B, A]):
+            exactly(engine, plain, prompt_of(SYSTEM, each, tokens(4, 8), fusion="exact"))
         assert used_blocks(engine) == 0
 
 
@@ -731,19 +657,6 @@ class TestWhatIsNotNumbers:
         assert engine.generate([request])[0].finish_reason == "error"
         [again] = exactly(engine, plain, request)
         assert again.cached.total == len(SYSTEM)
-
-
-class TestAccounting:
-    def test_tells_exact_fused_and_recomputed_tokens_apart(self, fusing: Make) -> None:
-        engine = fusing()
-        warm(engine, [A], [B])
-        prompt_tokens = engine.stats().prompt_tokens
-        request = prompt_of(SYSTEM, [B, A], QUESTION, fusion=Fusion(0.5, "head"))
-        [completion] = engine.generate([request])
-        stats = engine.stats()
-        assert stats.prompt_tokens - prompt_tokens == completion.prompt_tokens == len(request.token_ids)
-        assert stats.fused == completion.fused == (len(A), 0, 0)
-        assert stats.recomputed == completion.recomputed == round(len(A) / 2)
 
 
 FUSED = [name for name in ROTATED if name not in WINDOWED]
@@ -799,7 +712,7 @@ class TestRefusals:
 
 
 class TestExactDocuments:
-    """The leading documents that a request has computed exactly although they could be taken over."""
+    """The leading documents that a request has computed exactly although they could be reused."""
 
     def test_are_computed_and_are_an_exact_prefix_from_then_on(self, fusing: Make, plain: Any) -> None:
         engine = fusing()
@@ -809,7 +722,7 @@ class TestExactDocuments:
         [again] = engine.generate([prompt_of(SYSTEM, [D, B, C], QUESTION, fusion=NONE)])
         assert (again.cached.total, again.fused.total) == (len(SYSTEM) + len(D) + len(B), len(C))
 
-    def test_have_documents_without_kv_behind_them_computed_in_place(self, fusing: Make, plain: Any) -> None:
+    def test_have_documents_without_kv_after_them_computed_in_place(self, fusing: Make, plain: Any) -> None:
         engine = fusing()
         warm(engine, [A, B])
         found = reused(engine, plain, [B, C, A], None, None, [], exact_documents=1)

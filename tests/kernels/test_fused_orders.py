@@ -47,23 +47,20 @@ def test_each_document_is_reused_as_predicted(make: Make) -> None:
 
 
 def test_without_the_order_less_is_exact(make: Make) -> None:
-    exact = {}
-    for ordered in (False, True):
+    orderer = Orderer(reuse="fused", capacity_tokens=8192, prefix_tokens=len(SYSTEM), strict=True)
+    random, exact = Random(1), []
+    given = [random.sample(DOCUMENTS, 5) for _ in range(16)]
+    for requests in (given, [orderer.order(documents).documents for documents in given]):
         engine = make(reuse="fused", recompute=0, device_tokens=8192)
-        orderer = Orderer(reuse="fused", capacity_tokens=8192, prefix_tokens=len(SYSTEM), strict=True)
-        random, exact[ordered] = Random(1), 0
-        for number in range(16):
-            given = random.sample(DOCUMENTS, 5)
-            documents = orderer.order(given).documents if ordered else given
-            texts = [TEXTS[int(document.id)] for document in documents]
-            [done] = engine.generate([prompt_of(SYSTEM, texts, tokens(5, 1000 + number))])
-            exact[ordered] += done.cached.total
-    assert exact[True] > 1.2 * exact[False]
+        texts = [[TEXTS[int(document.id)] for document in documents] for documents in requests]
+        prompts = [prompt_of(SYSTEM, each, tokens(5, 1000 + number)) for number, each in enumerate(texts)]
+        exact.append(sum(engine.generate([prompt])[0].cached.total for prompt in prompts))
+    assert exact[1] > 1.2 * exact[0]
 
 
 def test_documents_that_are_computed_although_all_have_copies_become_an_exact_prefix(make: Make) -> None:
     engine = make(reuse="fused", recompute=0, device_tokens=16_384)
-    # Each behind another one, so that none is an exact prefix where it comes first.
+    # Each after another one, so that none is an exact prefix where it comes first.
     for number, text in enumerate(TEXTS):
         engine.generate([prompt_of(SYSTEM, [tokens(16, 500 + number), text], tokens(5, number), fusion="exact")])
     settings = Settings(reuse="fused", copies="all", recompute=0.5, capacity_tokens=16_384, prefix_tokens=len(SYSTEM))

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-from support import small_engine
 from support.families import family
 from support.inside import cache_of
-from support.small_engine import tokens
-from support.streamed import TOKENS, room_for, saved, streaming, whole
+from support.streamed import TOKENS, answers, check_same, requests, room_for, saved, served_while, streaming, whole
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from ragorder.kernels.engine import Completion, Request, TieredEngine
+from ragorder.kernels.engine import TieredEngine
 from ragorder.kernels.offload import BudgetError
 from ragorder.kernels.paging import BlockPool, KVShape, LayeredPool, StepBlocks, ThreadTransfers
 
 LAYERS = 6
 SHAPE = KVShape(layers=5, kv_heads=2, head_dim=8, block_size=4)
-
-ask = partial(small_engine.ask, max_tokens=6)
 
 
 def numbered(pool: BlockPool, seed: int) -> Any:
@@ -128,32 +123,9 @@ class TestPool:
         assert pool.in_host == (1,) and torch.equal(pool.kv, expected)
 
 
-def requests(seed: int = 0) -> list[Request]:
-    shared = tokens(41, seed)
-    return [
-        ask([shared, tokens(30, seed + 1)], tokens(7, seed + 2)),
-        ask([shared, tokens(23, seed + 3)], tokens(9, seed + 4)),
-        ask([], tokens(90, seed + 5)),
-        ask([tokens(17, seed + 6), shared], tokens(5, seed + 7), temperature=1.0, seed=seed),
-    ]
-
-
-def check_same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert one.error is None, one.error
-        assert one.token_ids == other.token_ids
-        assert one.logits is not None and other.logits is not None
-        assert torch.equal(one.logits, other.logits)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(family("llama", num_hidden_layers=LAYERS), tmp_path_factory.mktemp("models") / "model")
-
-
-def answers(folder: Path, seeds: Sequence[int], **settings: Any) -> list[list[Completion]]:
-    with TieredEngine.load(folder, whole(**settings)) as engine:
-        return [engine.generate(requests(seed)) for seed in seeds]
 
 
 def loaded(folder: Path, *, in_place: bool, **settings: Any) -> TieredEngine:
@@ -171,12 +143,16 @@ def move(engine: TieredEngine, kv_host_layers: int) -> None:
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["on a CPU", "as on a GPU"])
 class TestAnswers:
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_are_those_of_the_whole_model(self, folder: Path, in_place: bool, dtype: str) -> None:
+    @pytest.mark.parametrize(
+        "options",
+        [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"reuse": "fused", "select": "query", "select_rounds": 2}],
+        ids=["float32", "bfloat16", "documents reused anywhere"],
+    )
+    def test_are_those_of_the_whole_model(self, folder: Path, in_place: bool, options: dict[str, Any]) -> None:
         """With prefixes shared in one step and later, and a prompt of several steps."""
         seeds = (0, 0, 50)
-        expected = answers(folder, seeds, dtype=dtype)
-        with loaded(folder, in_place=in_place, dtype=dtype) as engine:
+        expected = answers(folder, seeds, **options)
+        with loaded(folder, in_place=in_place, **options) as engine:
             for seed, completions, in_host in zip(seeds, expected, (1, LAYERS, 4), strict=True):
                 move(engine, in_host)
                 check_same(engine.generate(requests(seed)), completions)
@@ -187,12 +163,8 @@ class TestAnswers:
         expected = answers(folder, seeds)
         with loaded(folder, in_place=in_place) as engine:
             for seed, completions in zip(seeds, expected, strict=True):
-                ids = [engine.add(request) for request in requests(seed)]
-                done: dict[int, Completion] = {}
-                while engine.has_unfinished:
-                    done |= {each.request_id: each.completion for each in engine.step() if each.completion}
-                    move(engine, random.randrange(LAYERS + 1))
-                check_same([done[each] for each in ids], completions)
+                found = served_while(engine, requests(seed), lambda: move(engine, random.randrange(LAYERS + 1)))
+                check_same(found, completions)
 
     def test_are_the_same_with_tiers_below_and_a_pool_too_small(
         self, folder: Path, in_place: bool, tmp_path: Path
@@ -213,14 +185,6 @@ class TestAnswers:
             stats = engine.stats()
             assert stats.preemptions and stats.cached.host + stats.cached.disk
 
-    def test_are_the_same_where_documents_are_reused_anywhere(self, folder: Path, in_place: bool) -> None:
-        options = {"reuse": "fused", "select": "query", "select_rounds": 2}
-        expected = answers(folder, (0, 0, 50), **options)
-        with loaded(folder, in_place=in_place, **options) as engine:
-            move(engine, 4)
-            for seed, completions in zip((0, 0, 50), expected, strict=True):
-                check_same(engine.generate(requests(seed)), completions)
-
 
 class TestStart:
     def test_puts_in_the_host_what_does_not_fit_on_the_device(self, folder: Path) -> None:
@@ -230,8 +194,7 @@ class TestStart:
             placed = engine.placement
             assert engine.device_tokens == TOKENS
             assert 0 < placed.kv_host_share < 1 and placed.slots == 3
-            stream = engine.stats().stream
-            assert stream is not None and stream.kv_host_layers == placed.kv_host_layers
+            assert engine.stats().stream.kv_host_layers == placed.kv_host_layers
             check_same(engine.generate(requests()), expected[0])
         with TieredEngine.load(folder, streaming(folder, 3)) as engine:
             assert engine.placement.kv_host_share == 0

@@ -15,7 +15,6 @@ pytest.importorskip("transformers")
 from support.fused_reference import prompt_of
 
 from ragorder.kernels.engine import Completion, Fusion, Request, TieredEngine
-from ragorder.kernels.engine import sequence as requests_under_way
 from ragorder.kernels.engine.scoring import Scorer
 from ragorder.kernels.engine.selecting import KeptQuestions
 
@@ -36,25 +35,6 @@ def counts(engine: TieredEngine) -> tuple[int, int]:
     return stats.questions_kept, stats.questions_used
 
 
-@pytest.fixture
-def fusing(make: Make) -> Make:
-    return lambda **settings: make(reuse="fused", **settings)
-
-
-@pytest.fixture
-def selected(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The positions that each fused request recomputes."""
-    found: list[list[int]] = []
-    choose = requests_under_way.Sequence.choose
-
-    def recorded(sequence: Any, anew: Any, **options: Any) -> None:
-        found.append(anew.tolist())
-        choose(sequence, anew, **options)
-
-    monkeypatch.setattr(requests_under_way.Sequence, "choose", recorded)
-    return found
-
-
 def served(engine: TieredEngine, documents: Sequence[Sequence[int]], **options: Any) -> Completion:
     for document in (A, B):
         engine.generate([prompt_of(SYSTEM, [document], tokens(3, 77), fusion="exact")])
@@ -66,14 +46,14 @@ def served(engine: TieredEngine, documents: Sequence[Sequence[int]], **options: 
 
 @pytest.mark.parametrize("documents", [[B, A], [NEW, B, A]], ids=["all have KV", "one has none"])
 def test_selects_by_the_question_alone(
-    fusing: Make, selected: list[list[int]], monkeypatch: pytest.MonkeyPatch, documents: list[list[int]]
+    fusing: Make, chosen: list[list[int]], monkeypatch: pytest.MonkeyPatch, documents: list[list[int]]
 ) -> None:
     engine = fusing()
     warmed = served(engine, documents, warmed=True)
     attention = Scorer.attention
     monkeypatch.setattr(Scorer, "attention", lambda *given, **options: attention(*given, **options | {"alone": True}))
     alone = served(fusing(), documents)
-    assert selected[0] == selected[1]
+    assert chosen[0] == chosen[1]
     assert float((warmed.logits - alone.logits).abs().max()) <= 1e-4
     assert counts(engine) == (1, 1)
 
@@ -98,18 +78,17 @@ def test_computes_the_system_prompt_as_well(fusing: Make) -> None:
     assert completion.cached.total == len(SYSTEM)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        warm_up(tokens(9, 6)),
-        warm_up(system=tokens(21, 101)),
-        warm_up(salt="red"),
-        replace(warm_up(), keep_question=False),
-        replace(warm_up(), prefix_tokens=20),
-        replace(warm_up(), token_ids=SYSTEM),
-    ],
-    ids=["question", "system prompt", "tenant", "not asked for", "another end", "no question"],
-)
+OTHERS = {
+    "question": warm_up(tokens(9, 6)),
+    "system prompt": warm_up(system=tokens(21, 101)),
+    "tenant": warm_up(salt="red"),
+    "not asked for": replace(warm_up(), keep_question=False),
+    "another end": replace(warm_up(), prefix_tokens=20),
+    "no question": replace(warm_up(), token_ids=SYSTEM),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_another_one_is_not_used(fusing: Make, other: Request) -> None:
     engine = fusing()
     engine.generate([other])
@@ -156,11 +135,9 @@ class TestBounds:
         return fusing()
 
     def kept(self, engine: TieredEngine, **bounds: Any) -> KeptQuestions:
-        questions = engine._questions
-        assert questions is not None
         for name, bound in bounds.items():
-            setattr(questions, f"_{name}", bound)
-        return questions
+            setattr(engine._questions, f"_{name}", bound)
+        return engine._questions
 
     def test_the_latest_fit(self, engine: TieredEngine) -> None:
         questions = self.kept(engine, most_tokens=25)
@@ -172,24 +149,19 @@ class TestBounds:
             engine.generate([prompt_of(SYSTEM, [B, A], tokens(9, seed), fusion=FUSION)])
             assert counts(engine) == (4, used)
 
-    def test_one_is_kept_once(self, engine: TieredEngine) -> None:
-        questions = self.kept(engine, most_tokens=9)
+    @pytest.mark.parametrize(("most_tokens", "count"), [(9, 1), (8, 0)])
+    def test_one_is_kept_once_unless_it_is_too_long(self, engine: TieredEngine, most_tokens: int, count: int) -> None:
+        questions = self.kept(engine, most_tokens=most_tokens)
         for _ in range(3):
             engine.generate([warm_up()])
-            assert len(questions) == 1
+            assert len(questions) == count
 
-    def test_one_that_is_too_long_is_not_kept(self, engine: TieredEngine) -> None:
-        questions = self.kept(engine, most_tokens=8)
+    def test_they_expire(self, engine: TieredEngine) -> None:
+        times = [0.0]
+        questions = self.kept(engine, clock=lambda: times[-1])
         engine.generate([warm_up()])
-        assert len(questions) == 0
-
-    def test_they_pass(self, engine: TieredEngine) -> None:
-        now = 0.0
-        questions = self.kept(engine, clock=lambda: now)
-        engine.generate([warm_up()])
-        now = 59.0
-        assert len(questions) == 1
-        now = 61.0
-        assert len(questions) == 0
+        for now, count in ((59.0, 1), (61.0, 0)):
+            times.append(now)
+            assert len(questions) == count
         served(engine, [B, A])
         assert counts(engine) == (1, 0)

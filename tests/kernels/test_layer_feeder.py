@@ -124,7 +124,7 @@ class TestStreamsInOrder:
         monkeypatch.setattr(feeder, "allocate", allocate)
         return told
 
-    def test_a_new_buffer_is_filled_behind_what_had_its_memory_and_kept_until_then(
+    def test_a_new_buffer_is_filled_after_what_had_its_memory_and_kept_until_then(
         self, told: list[tuple[str, ...]], store: LayerStore
     ) -> None:
         made = Feeder(store, GPU)

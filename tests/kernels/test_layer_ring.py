@@ -90,8 +90,7 @@ class TestOrder:
         for layer in range(3):
             use(ring, layer)
         assert ring.ahead == [3, 4, 0, 1]
-
-    def test_one_slot_reads_a_layer_when_the_last_one_is_done(self, make: Make) -> None:
+        # With one slot a layer is read when the last one is done.
         source = Source()
         ring = make(source, 1, 3)
         slot = ring.take(0)

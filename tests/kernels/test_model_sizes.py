@@ -30,6 +30,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture
+def small_config(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    return tmp_path / "config.json"
+
+
 def made(name: str) -> Any:
     transformers = pytest.importorskip("transformers")
     return getattr(transformers, name)(**FAMILIES[name], bos_token_id=None, eos_token_id=None, pad_token_id=None)
@@ -65,23 +71,18 @@ class TestConfiguration:
 
     def test_needs_no_torch(self, python: Any, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({**SMALL, "dtype": "bfloat16"}))
-        script = (
-            "import sys; from ragorder.kernels.model_sizes import model_sizes; print(model_sizes(sys.argv[1]).kv_token)"
-        )
-        done = python(
-            "-c", script, str(tmp_path / "config.json"), blocked=("torch", "transformers", "numpy", "safetensors")
-        )
+        script = "import sys; from ragorder.kernels.model_sizes import *; print(model_sizes(sys.argv[1]).kv_token)"
+        blocked = ("torch", "transformers", "numpy", "safetensors")
+        done = python("-c", script, str(tmp_path / "config.json"), blocked=blocked)
         # Keys and values of 3 layers, 2 heads of 16 numbers, 2 bytes each.
         assert done.stdout.strip() == str(2 * 3 * 2 * 16 * 2), done.stderr
 
-    def test_of_a_part_that_generates_is_the_text_models(self, tmp_path: Path) -> None:
-        (tmp_path / "plain.json").write_text(json.dumps(SMALL))
+    def test_of_a_part_that_generates_is_the_text_models(self, small_config: Path, tmp_path: Path) -> None:
         (tmp_path / "parts.json").write_text(json.dumps({"vision_config": {"hidden_size": 9}, "text_config": SMALL}))
-        assert model_sizes(tmp_path / "parts.json") == model_sizes(tmp_path / "plain.json")
+        assert model_sizes(tmp_path / "parts.json") == model_sizes(small_config)
 
-    def test_a_larger_step_needs_more(self, tmp_path: Path) -> None:
-        (tmp_path / "config.json").write_text(json.dumps(SMALL))
-        sizes = model_sizes(tmp_path / "config.json")
+    def test_a_larger_step_needs_more(self, small_config: Path) -> None:
+        sizes = model_sizes(small_config)
         assert sizes.workspace(64) < sizes.workspace(100) < sizes.workspace(8192) < sizes.workspace(20_000)
 
 
@@ -135,8 +136,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         "content", [b"", b"\x00" * 8, struct.pack("<Q", 1 << 60), struct.pack("<Q", 4) + b"null", b"junk" * 9]
     )
-    def test_weights_that_cannot_be_read(self, content: bytes, tmp_path: Path) -> None:
-        (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    def test_weights_that_cannot_be_read(self, content: bytes, small_config: Path, tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").write_bytes(content)
         with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):
             model_sizes(tmp_path)
@@ -157,7 +157,6 @@ class TestBadInput:
         with pytest.raises(ValueError, match=said):
             model_sizes(tmp_path / "config.json")
 
-    def test_an_unknown_dtype(self, tmp_path: Path) -> None:
-        (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    def test_an_unknown_dtype(self, small_config: Path) -> None:
         with pytest.raises(ValueError, match="float32, bfloat16, float16"):
-            model_sizes(tmp_path, dtype="int3")
+            model_sizes(small_config.parent, dtype="int3")

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 np = pytest.importorskip("numpy")
 
-from ragorder.common.jsonl import JSONLinesError
 from ragorder.kernels.preprocessing.encoder import TextEncoder, packaged_model
 from ragorder.kernels.preprocessing.neighbours import (
     EmbeddingNeighbours,
@@ -60,9 +59,19 @@ class TestEveryChoice:
         # Fewer are the first of more.
         assert found == [row[:count] for row in choice.nearest(IDS, kept, 100)]
 
-    def test_an_unknown_name_lists_the_known_ones(self) -> None:
-        with pytest.raises(ValueError, match=r"'embedding', 'graph', 'vectors'.*did you mean 'graph'"):
-            make_neighbours("grap:x")
+    @pytest.mark.parametrize(
+        ("name", "said"),
+        [
+            ("grap:x", r"'embedding', 'graph', 'vectors'.*did you mean 'graph'"),
+            ("embedding:", "give a model after the colon"),
+            ("graph", "neighbours graph: give the"),
+            ("vectors", "neighbours vectors: give the"),
+            ("graph:/nowhere", "nowhere: No such file"),
+        ],
+    )
+    def test_without_what_it_needs_is_refused(self, name: str, said: str) -> None:
+        with pytest.raises(ValueError, match=said):
+            make_neighbours(name)
 
 
 class TestEmbeddings:
@@ -94,10 +103,6 @@ class TestEmbeddings:
             found = TextEncoder(model).encode(texts)
             assert TextEncoder(model).encode([]).shape == (0, found.shape[1])
         assert found.dtype == np.float32 and np.abs(found - expected).max() < 1e-5
-
-    def test_a_model_must_be_named(self) -> None:
-        with pytest.raises(ValueError, match="give a model after the colon"):
-            make_neighbours("embedding:")
 
 
 class TestVectors:
@@ -153,29 +158,14 @@ class TestVectors:
 
 
 class TestGraph:
-    def test_keeps_the_given_order(self) -> None:
-        choice = GivenNeighbours({"a": ["c", "b"], "b": []})
+    def test_is_read_from_lines_and_keeps_their_order(self, tmp_path: Path) -> None:
+        path = write_lines(tmp_path / "graph", [{"id": "a", "neighbours": ["c", "b"]}, {"id": "b", "neighbours": []}])
+        choice = make_neighbours(f"graph:{path}")
         assert choice.nearest(["a", "b", "c"], None, 2) == [[2, 1], [], []]
-
-    def test_is_read_from_lines(self, tmp_path: Path) -> None:
-        path = write_lines(tmp_path / "graph", [{"id": "a", "neighbours": ["b"]}, {"id": "b", "neighbours": []}])
-        assert make_neighbours(f"graph:{path}").nearest(["a", "b"], None, 3) == [[1], []]
+        with pytest.raises(ValueError, match="none of the 2 documents"):
+            choice.nearest(["x", "y"], None, 1)
 
     def test_an_id_twice_is_named(self, tmp_path: Path) -> None:
         path = write_lines(tmp_path / "graph", [{"id": "a", "neighbours": []}] * 2)
         with pytest.raises(ValueError, match=r"graph:2: the id 'a' occurs twice"):
             make_neighbours(f"graph:{path}")
-
-    def test_of_another_corpus_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="none of the 2 documents"):
-            GivenNeighbours({"x": ["y"]}).nearest(["a", "b"], None, 1)
-
-    @pytest.mark.parametrize("name", ["graph", "vectors"])
-    def test_a_file_must_be_named(self, name: str) -> None:
-        with pytest.raises(ValueError, match=f"neighbours {name}: give the"):
-            make_neighbours(name)
-
-    def test_a_missing_file_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"nowhere: No such file"):
-            make_neighbours(f"graph:{tmp_path / 'nowhere'}")
-        assert issubclass(JSONLinesError, ValueError)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from click.testing import CliRunner
@@ -55,7 +55,7 @@ SMALL_TILES = Tile(32, 16, 4, 2)
 
 @dataclass(frozen=True)
 class Case(Named):
-    """Requests of so many new tokens behind so many cached ones. `splits` and `tile`: instead of the table's. `spare`:
+    """Requests of so many new tokens after so many cached ones. `splits` and `tile`: instead of the table's. `spare`:
     blocks that the tables and the longest context and query have beyond the requests'."""
 
     heads: tuple[int, int] = (4, 2)
@@ -190,17 +190,10 @@ def formula(case: Case, given: Inputs) -> Tensor:
     return found
 
 
-def attend_in_torch(case: Case, given: Inputs) -> Tensor:
-    return prefix_attention(
-        *given.tensors, given.batch, scale=case.scale, window=case.window, softcap=case.softcap, backend="torch"
-    )
-
-
-def attend_in_triton(case: Case, given: Inputs) -> Tensor:
-    if case.splits is None and case.tile is None:
-        return prefix_attention(
-            *given.tensors, given.batch, scale=case.scale, window=case.window, softcap=case.softcap, backend="triton"
-        )
+def attend(case: Case, given: Inputs, backend: Literal["torch", "triton"]) -> Tensor:
+    if backend == "torch" or (case.splits is None and case.tile is None):
+        how = {"scale": case.scale, "window": case.window, "softcap": case.softcap, "backend": backend}
+        return prefix_attention(*given.tensors, given.batch, **how)
     from ragorder.kernels.attention.launch import triton_attention
 
     scale = case.scale or 1 / math.sqrt(case.head_dim)
@@ -209,17 +202,22 @@ def attend_in_triton(case: Case, given: Inputs) -> Tensor:
     )
 
 
+def error_of(case: Case, backend: Literal["torch", "triton"], device: str = "cpu", *, wrong: bool = False) -> float:
+    """Of attention as it is, or with a wrong block."""
+    given = inputs_of(case)
+    found = attend(case, (wrong_block(given) if wrong else given).on(device), backend)
+    return error(found.cpu(), formula(case, given))
+
+
 CASES = grid(CASES, 7)
 
 
 def main() -> None:
     """In a process of its own: the error of each case, and of the first ones with a wrong block."""
     for number, case in enumerate(CASES):
-        given = inputs_of(case)
-        wanted = formula(case, given)
-        line = {"error": error(attend_in_triton(case, given), wanted)}
+        line = {"error": error_of(case, "triton")}
         if number < 3:
-            line["wrong_block"] = error(attend_in_triton(case, wrong_block(given)), wanted)
+            line["wrong_block"] = error_of(case, "triton", wrong=True)
         sys.stdout.write(json.dumps(line) + "\n")
 
 
@@ -235,7 +233,6 @@ def number(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-@pytest.mark.merge
 class TestTheKernel:
     def test_is_as_exact_as_its_dtype(self, number: int, interpreted: list[dict[str, float]]) -> None:
         assert interpreted[number]["error"] < TOLERANCE[CASES[number].dtype]
@@ -252,66 +249,46 @@ class TestTheKernel:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 class TestOnAGpu:
-    def test_the_kernel_is_as_exact_as_its_dtype(self, number: int) -> None:
-        case = CASES[number]
-        given = inputs_of(case)
-        found = attend_in_triton(case, given.on("cuda"))
-        assert error(found.cpu(), formula(case, given)) < TOLERANCE[case.dtype]
-
-    def test_so_is_torch(self, number: int) -> None:
-        case = CASES[number]
-        given = inputs_of(case)
-        found = attend_in_torch(case, given.on("cuda"))
-        assert error(found.cpu(), formula(case, given)) < TOLERANCE[case.dtype]
+    @pytest.mark.parametrize("backend", ["torch", "triton"])
+    def test_both_are_as_exact_as_their_dtype(self, number: int, backend: Literal["torch", "triton"]) -> None:
+        assert error_of(CASES[number], backend, "cuda") < TOLERANCE[CASES[number].dtype]
 
     def test_the_kernel_sees_a_wrong_block(self) -> None:
-        given = inputs_of(Case())
-        found = attend_in_triton(Case(), wrong_block(given).on("cuda"))
-        assert error(found.cpu(), formula(Case(), given)) > FAR_OFF
+        assert error_of(Case(), "triton", "cuda", wrong=True) > FAR_OFF
 
     def test_it_is_what_a_gpu_gets(self) -> None:
         given = inputs_of(Case()).on("cuda")
-        assert torch.equal(prefix_attention(*given.tensors, given.batch), attend_in_triton(Case(), given))
+        assert torch.equal(prefix_attention(*given.tensors, given.batch), attend(Case(), given, "triton"))
 
 
 class TestTorch:
     def test_is_as_exact_as_its_dtype(self, number: int) -> None:
-        case = CASES[number]
-        given = inputs_of(case)
-        assert error(attend_in_torch(case, given), formula(case, given)) < TOLERANCE[case.dtype]
+        assert error_of(CASES[number], "torch") < TOLERANCE[CASES[number].dtype]
 
     def test_sees_a_wrong_block(self) -> None:
-        case = Case()
-        given = inputs_of(case)
-        assert error(attend_in_torch(case, wrong_block(given)), formula(case, given)) > FAR_OFF
+        assert error_of(Case(), "torch", wrong=True) > FAR_OFF
 
     @pytest.mark.parametrize("window", [None, 300])
     @pytest.mark.parametrize("softcap", [None, 20.0])
     def test_goes_through_long_prompts_in_chunks(self, window: int | None, softcap: float | None) -> None:
         case = Case(queries=(600, 1, 300), contexts=(70, 700, 0), window=window, softcap=softcap, heads=(2, 1))
-        given = inputs_of(case)
-        assert error(attend_in_torch(case, given), formula(case, given)) < 1e-5
+        assert error_of(case, "torch") < 1e-5
 
     def test_decodes_requests_of_all_lengths_together(self) -> None:
         contexts = (1, 15, 16, 17, 60, 100, 101, 250, 260, 400)
         for window in (None, 30, 90):
-            case = Case(queries=(1,) * len(contexts), contexts=contexts, window=window)
-            given = inputs_of(case)
-            assert error(attend_in_torch(case, given), formula(case, given)) < 2e-6
+            assert error_of(Case(queries=(1,) * len(contexts), contexts=contexts, window=window), "torch") < 2e-6
 
-    def test_needs_no_mask_where_nothing_is_cached(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_makes_one_mask_a_step_and_none_where_nothing_is_cached(self, monkeypatch: pytest.MonkeyPatch) -> None:
         masks = record_masks(monkeypatch)
         case = Case(queries=(600, 20, 1), contexts=(0, 0, 0))
-        given = inputs_of(case)
-        attend_in_torch(case, given)
+        attend(case, inputs_of(case), "torch")
         assert masks == [None, None, None]
-
-    def test_makes_one_mask_a_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        masks = record_masks(monkeypatch)
+        masks.clear()
         case = Case(queries=(600, 20), contexts=(30, 100))
         given = inputs_of(case)
         for _ in range(3):
-            attend_in_torch(case, given)
+            attend(case, given, "torch")
         assert len(masks) == 3 * 4
         assert len({mask.untyped_storage().data_ptr() for mask in masks}) == 1
         assert masks[0].untyped_storage().nbytes() == 256 * 700 * 4
@@ -325,13 +302,11 @@ class TestTorch:
 
     @pytest.mark.parametrize("head_dim", [16, 40])
     def test_takes_any_head_dim_and_block_size(self, head_dim: int) -> None:
-        case = Case(head_dim=head_dim, block_size=7)
-        given = inputs_of(case)
-        assert error(attend_in_torch(case, given), formula(case, given)) < 2e-6
+        assert error_of(Case(head_dim=head_dim, block_size=7), "torch") < 2e-6
 
-    def test_is_what_a_cpu_gets(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_is_what_a_cpu_gets(self) -> None:
         given = inputs_of(Case())
-        assert torch.equal(prefix_attention(*given.tensors, given.batch), attend_in_torch(Case(), given))
+        assert torch.equal(prefix_attention(*given.tensors, given.batch), attend(Case(), given, "torch"))
 
 
 def record_masks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -357,8 +332,7 @@ class TestABatch:
         batch = PackedBatch.pack(case.queries, case.contexts, tables)
         assert batch.spans == given.batch.spans
         assert (batch.longest_query, batch.longest_context) == (21, 97)
-        found = attend_in_torch(case, replace(given, batch=batch))
-        assert torch.equal(found, attend_in_torch(case, given))
+        assert torch.equal(attend(case, replace(given, batch=batch), "torch"), attend(case, given, "torch"))
 
     def test_without_a_token_is_nothing(self) -> None:
         given = inputs_of(Case(queries=(0,), contexts=(20,)))
@@ -385,6 +359,10 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
+            (lambda _: {"window": 0}, "window is 0"),
+            (lambda _: {"softcap": -1.0}, "softcap is -1.0"),
+            (lambda _: {"scale": math.inf}, "scale is inf"),
+            (lambda _: {"backend": "cuda"}, "no backend 'cuda'"),
             (lambda x: {"q": x.q.double()}, "torch.float64 is not supported: give one of torch.float16"),
             (lambda x: {"k": x.k.half()}, "k is torch.float16, q is torch.float32"),
             (lambda x: {"key_cache": x.key_cache.to("meta")}, "key_cache is on meta, q on cpu"),
@@ -401,23 +379,9 @@ class TestArguments:
     )
     def test_that_cannot_be_are_refused_by_name(self, change: Any, message: str) -> None:
         given = inputs_of(Case())
-        wrong = replace(given, **change(given))
+        named = ("q", "k", "v", "key_cache", "value_cache", "batch")
         with pytest.raises(ValueError, match=message):
-            prefix_attention(*wrong.tensors, wrong.batch)
-
-    @pytest.mark.parametrize(
-        ("named", "message"),
-        [
-            ({"window": 0}, "window is 0"),
-            ({"softcap": -1.0}, "softcap is -1.0"),
-            ({"scale": math.inf}, "scale is inf"),
-            ({"backend": "cuda"}, "no backend 'cuda'"),
-        ],
-    )
-    def test_numbers_that_cannot_be_are_refused(self, named: dict[str, Any], message: str) -> None:
-        given = inputs_of(Case())
-        with pytest.raises(ValueError, match=message):
-            prefix_attention(*given.tensors, given.batch, **named)
+            prefix_attention(**{name: getattr(given, name) for name in named} | change(given))
 
     @pytest.mark.parametrize(
         ("case", "message"),
@@ -498,32 +462,20 @@ class TestTheBenchmark:
         self, python: Any, tmp_path: Path
     ) -> None:
         pytest.importorskip("triton")
-        cell = (
-            "query=9",
-            "context=20",
-            "heads=6/2",
-            "head_dim=64",
-            "batch=2",
-            "dtype=fp16",
-            "block_size=32",
-            "repeats=30",
-        )
+        cell = {"query": 9, "context": 20, "heads": "6/2", "head_dim": 64, "batch": 2, "dtype": "fp16"}
+        cell |= {"block_size": 32, "repeats": 30}
         folder = tmp_path / "kernels"
-        options = [word for each in cell for word in ("--set", each)]
+        options = [word for name, value in cell.items() for word in ("--set", f"{name}={value}")]
         command = ("-m", "ragorder", "eval", "run", "attention-check", *options, "--seeds", "3", "-o", folder)
         done = python(*command, timeout=300, TRITON_INTERPRET="1")
         assert done.returncode == 0, done.stderr
         session, *lines = map(json.loads, (folder / "results.jsonl").read_text().splitlines())
         rows = {line["policy"]: line for line in lines}
-        assert {name for name, row in rows.items() if row["type"] == "attention"} == {
-            "triton",
-            "triton unsplit",
-            "torch",
-        }
-        for name in ("triton", "triton unsplit", "torch"):
+        computed = ("triton", "triton unsplit", "torch")
+        assert {name for name, row in rows.items() if row["type"] == "attention"} == {*computed}
+        for name in computed:
             assert 0 < rows[name]["facts"]["error"] < 2e-3
             assert (rows[name]["rows"]["ms"], rows[name]["seed"]) == ([], 3)
-        assert rows["flash"]["reason"] == "needs a GPU"
         assert "torch" in session["environment"]["packages"]
         report = python("-m", "ragorder", "report", folder, "--markdown", "-", timeout=300).stdout
         assert "Nothing was timed" in report

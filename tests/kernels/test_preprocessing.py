@@ -1,4 +1,4 @@
-"""FusionRAG's offline stage: each document's KV behind its neighbours, in a folder that a disk tier opens."""
+"""FusionRAG's offline stage: each document's KV after its neighbours, in a folder that a disk tier opens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import errno
 import os
 import random
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -100,10 +101,14 @@ def open_builder(model: Any, tmp_path: Path) -> Iterator[Open]:
         close(builder)
 
 
-def build(open_builder: Open, documents: Sequence[SourceDocument], *arguments: Any, **settings: Any) -> None:
-    with open_builder(*arguments, **settings) as builder:
-        builder.plan(documents)
-        list(builder.build())
+def built(
+    open_builder: Open, documents: Sequence[SourceDocument], *arguments: Any, made: Any = None, **settings: Any
+) -> FusionBuilder:
+    """A builder that has planned and built these documents, and is open."""
+    builder = open_builder(*arguments, **settings)
+    builder.plan(documents, made)
+    list(builder.build())
+    return builder
 
 
 def close(builder: FusionBuilder) -> None:
@@ -152,10 +157,10 @@ def moved(model: Any, kv: Any, by: int) -> Any:
     return found
 
 
-class TestKVInTheSightOfOthers:
+class TestKVAfterNeighbours:
     """Equations 5 and 10 against transformers."""
 
-    def test_alone_a_document_has_the_kv_of_its_place_behind_the_system_prompt(
+    def test_alone_a_document_has_the_kv_of_its_place_after_the_system_prompt(
         self, preprocessor: Any, plain: Any
     ) -> None:
         document = tokens(37, 2)
@@ -165,28 +170,18 @@ class TestKVInTheSightOfOthers:
         assert (maker.prefix - expected[: len(PREFIX)]).abs().max() <= 1e-5
         assert (kv - expected[len(PREFIX) :]).abs().max() <= 1e-5
 
-    def test_behind_one_neighbour_it_has_seen_it(self, preprocessor: Any, plain: Any) -> None:
-        """One neighbour stands where its own KV was computed: the document's is that of full attention, moved back."""
-        neighbour, document = tokens(19, 2), tokens(33, 3)
-        maker = preprocessor()
-        [kv_alone] = maker.compute([Prefill(neighbour)])
-        [kv] = maker.compute([Prefill(document, [kv_alone])])
-        expected = full_kv(plain, [*PREFIX, *neighbour, *document])[len(PREFIX) + len(neighbour) :]
-        assert (kv - moved(plain, expected, -len(neighbour))).abs().max() <= 1e-4
-        [alone] = maker.compute([Prefill(document)])
-        # The first layer's KV depends on the token alone, the second's on what was seen.
-        assert (kv - alone)[:, 0].abs().max() <= 1e-4
-        assert (kv - alone)[:, 1].abs().max() > 0.01
-
-    @pytest.mark.parametrize("lengths", [(1, 1, 40), (16, 16)])
-    def test_behind_several_it_has_seen_all_and_they_not_each_other(
+    @pytest.mark.parametrize("lengths", [(19,), (1, 1, 40), (16, 16)])
+    def test_a_document_has_seen_all_neighbours_and_they_not_each_other(
         self, preprocessor: Any, plain: Any, lengths: tuple[int, ...]
     ) -> None:
         neighbours = [tokens(count, 10 + count + place) for place, count in enumerate(lengths)]
         document = tokens(30, 3)
         maker = preprocessor()
-        alone = maker.compute([Prefill(neighbour) for neighbour in neighbours])
-        [kv] = maker.compute([Prefill(document, alone)])
+        *kv_alone, alone = maker.compute([Prefill(each) for each in (*neighbours, document)])
+        [kv] = maker.compute([Prefill(document, kv_alone)])
+        # The first layer's KV depends on the token alone, the second's on what was seen.
+        assert (kv - alone)[:, 0].abs().max() <= 1e-4
+        assert (kv - alone)[:, 1].abs().max() > 0.01
         prompt = [*PREFIX, *(token for neighbour in neighbours for token in neighbour), *document]
         seen = torch.ones(len(prompt), len(prompt), dtype=torch.bool).tril()
         start = len(PREFIX)
@@ -229,7 +224,7 @@ class TestABuildIsADiskTier:
         documents = corpus(5)
         with open_builder(neighbours=0) as builder:
             builder.plan(documents)
-            assert [built.id for built in builder.build()] == ["d0", "d1", "d2", "d3", "d4"]
+            assert [each.id for each in builder.build()] == ["d0", "d1", "d2", "d3", "d4"]
         for _ in range(2):
             engine = make(disk_path=tmp_path / "build")
             for document in documents:
@@ -239,13 +234,11 @@ class TestABuildIsADiskTier:
                 assert completion.cached.disk >= len(document.token_ids)
             engine.close()
 
-    def test_in_the_sight_of_neighbours_it_is_found_by_content_and_never_as_a_prefix(
-        self, make: Make, model: Any, open_builder: Open, tmp_path: Path
+    def test_after_neighbours_it_is_found_by_content_and_never_as_a_prefix(
+        self, make: Make, open_builder: Open, tmp_path: Path
     ) -> None:
         documents = corpus(5)
-        with open_builder() as builder:
-            builder.plan(documents)
-            list(builder.build())
+        with built(open_builder, documents) as builder:
             shape, preprocessor = builder._model.shape, builder._preprocessor
             alone = [preprocessor.compute([Prefill(each.token_ids)])[0] for each in documents]
             [expected] = preprocessor.compute([Prefill(documents[3].token_ids, [alone[4], alone[0]])])
@@ -268,7 +261,7 @@ class TestABuildIsADiskTier:
         blocks = cache.pool.kv[lease.borrowed[1].copy.blocks].permute(0, 3, 1, 2, 4, 5).flatten(0, 1)
         first = len(PREFIX) % BLOCK
         assert torch.equal(blocks[first : first + node.tokens], expected)
-        # What is in front of it in its first block is the system prompt's, and behind it is nothing.
+        # Before it in its first block is the system prompt, and after it nothing.
         assert torch.equal(blocks[:first], preprocessor.prefix[-first:])
         assert not blocks[first + node.tokens :].any()
         cache.release(lease)
@@ -277,16 +270,14 @@ class TestABuildIsADiskTier:
     def test_an_engine_that_fuses_takes_documents_from_it_after_a_restart(
         self, make: Make, open_builder: Open, plain: Any, tmp_path: Path
     ) -> None:
-        """A document computed behind the only other one of the prompt has the KV of full attention: nothing is lost."""
+        """A document computed after the only other one of the prompt has the KV of full attention: nothing is lost."""
         documents = corpus(5)
         questions = [ask([PREFIX, documents[4].token_ids, documents[3].token_ids], tokens(7, n)) for n in range(3)]
         requests = [replace(question, prefix_tokens=len(PREFIX)) for question in questions]
         lengths = {number: len(documents[number].token_ids) for number in (3, 4)}
         lost: dict[str, list[float]] = {}
         for name, graph in (("seen", {"d3": ["d4"]}), ("unseen", {"d0": ["d1"]})):
-            with open_builder(name, GivenNeighbours(graph)) as builder:
-                builder.plan(documents)
-                list(builder.build())
+            built(open_builder, documents, name, GivenNeighbours(graph)).close()
             lost[name] = []
             for request in requests:
                 engine = make(disk_path=tmp_path / name, reuse="fused", recompute=0.0)
@@ -300,22 +291,20 @@ class TestABuildIsADiskTier:
     def test_the_engine_counts_and_logs_what_keeps_requests_from_using_it(
         self, make: Make, open_builder: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        documents = corpus(3)
-        build(open_builder, documents)
-        folder = tmp_path / "build"
-        used = folder, PREFIX, documents[1].token_ids, None
+        built(open_builder, corpus(3)).close()
+        known = corpus(3)[1].token_ids
+        engine = make(disk_path=tmp_path / "build", reuse="fused")
         cases = {
-            "used": used,
-            "other_prefix": (folder, tokens(5, 77), documents[1].token_ids, None),
-            "other_documents": (folder, PREFIX, tokens(12, 78), None),
+            "used": (PREFIX, known),
+            "other_prefix": (tokens(5, 77), known),
+            "other_documents": (PREFIX, tokens(12, 78)),
         }
-        engine = make(disk_path=folder, reuse="fused")
-        for fit, (_, prefix, document, _) in cases.items():
+        for fit, (prefix, document) in cases.items():
             for _ in range(2):
                 request = ask([prefix, document, document], tokens(7, 9))
                 engine.generate([replace(request, prefix_tokens=len(prefix))])
             assert engine.stats().build_fits[fit] == 2
-        request = replace(ask([PREFIX, documents[1].token_ids], tokens(7, 9), "tenant"), prefix_tokens=len(PREFIX))
+        request = replace(ask([PREFIX, known], tokens(7, 9), "tenant"), prefix_tokens=len(PREFIX))
         engine.generate([request, replace(request, fusion="exact"), ask([], tokens(7, 9))])
         assert engine.stats().build_fits == {"used": 2, "other_model": 0, "other_prefix": 3, "other_documents": 2}
         engine.close()
@@ -327,9 +316,8 @@ class TestABuildIsADiskTier:
     def test_the_engine_logs_that_it_is_another_models(
         self, make: Make, open_builder: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        with open_builder(of=small_model(hidden_size=32)) as builder:
-            builder.plan(corpus(1), {"recipe": {"model": "org/other"}})
-            list(builder.build())
+        other = small_model(hidden_size=32)
+        built(open_builder, corpus(1), of=other, made={"recipe": {"model": "org/other"}}).close()
         engine = make(disk_path=tmp_path / "build", reuse="fused")
         assert "is not used: it was built for org/other, and this is " in caplog.text
         request = ask([PREFIX, corpus(1)[0].token_ids], tokens(7, 9))
@@ -339,9 +327,7 @@ class TestABuildIsADiskTier:
     def test_tenants_share_nothing(self, open_builder: Open, tmp_path: Path) -> None:
         found = []
         for place, salt in enumerate((None, "", "a")):
-            with open_builder(str(place), salt=salt) as builder:
-                builder.plan(corpus(2))
-                list(builder.build())
+            built(open_builder, corpus(2), str(place), salt=salt).close()
             found.append(files(tmp_path / str(place)).keys())
         assert not found[0] & found[1] and not found[0] & found[2] and not found[1] & found[2]
 
@@ -370,7 +356,7 @@ class TestABuildIsADiskTier:
             assert len(list(builder.build())) == 4
         found = rows(tmp_path / "build")
         contents = [each.content for each in found]
-        # 43 tokens are behind the system prompt: the next ones that fit, the nearest first.
+        # 43 tokens are left after the system prompt: the next ones that fit, the nearest first.
         assert [[contents.index(each) for each in row.neighbours] for row in found] == [[2], [2], [0], []]
 
     def test_the_estimate_is_what_is_written(self, open_builder: Open, tmp_path: Path) -> None:
@@ -414,13 +400,13 @@ class TestInterrupted:
     def test_it_needs_no_memory_for_neighbours(
         self, open_builder: Open, whole: dict[str, bytes], tmp_path: Path
     ) -> None:
-        build(open_builder, corpus(10), host_bytes=0)
+        built(open_builder, corpus(10), host_bytes=0).close()
         assert files(tmp_path / "build") == whole
 
     def test_what_was_damaged_is_counted_and_computed_again(
         self, open_builder: Open, whole: dict[str, bytes], tmp_path: Path
     ) -> None:
-        build(open_builder, corpus(10))
+        built(open_builder, corpus(10)).close()
         chance = random.Random(3)
         paths = sorted((tmp_path / "build" / "chunks").glob("??/*"))
         for number, path in enumerate(chance.sample(paths, 4)):
@@ -455,25 +441,19 @@ class TestInterrupted:
     ) -> None:
         """Killed with SIGKILL at calls of the system from the folder's making to the last rename, evenly spread."""
         folder = tmp_path / "build"
-        counted = _calls_of_a_build(model, tmp_path / "counted")
-        assert counted >= 50
+        counted = _changes_of_a_build(model, tmp_path / "counted")
+        assert counted is not None and counted >= 50
         kills = length(50, 4)
         places = [1 + (2 * number + 1) * counted // (2 * kills) for number in range(kills)]
         unfinished = 0
         for place in places:
-            assert _killed(model, folder, place), place
+            assert _changes_of_a_build(model, folder, killed_at=place) is None, place
             unfinished += len(list((folder / "chunks").glob("??/*.tmp")))
-            assert not _killed(model, folder, sys.maxsize)
+            assert _changes_of_a_build(model, folder) is not None
             assert files(folder) == whole, place
             assert rows(folder) == rows(whole_folder), place
-            _forget(folder)
+            shutil.rmtree(folder)
         assert unfinished > 0 or not ALL
-
-
-def _forget(folder: Path) -> None:
-    import shutil
-
-    shutil.rmtree(folder)
 
 
 # What changes files, as Python's own audit hooks see it.
@@ -504,109 +484,71 @@ def _watch(happened: Callable[[], None]) -> None:
     sys.addaudithook(lambda event, arguments: happened() if event in _CHANGES else None)
 
 
-def _in_a_child(job: Callable[[], int]) -> int:
-    """The exit status of a forked process, negative if a signal ended it."""
+def _changes_of_a_build(model: Any, folder: Path, killed_at: int = 0) -> int | None:
+    """Build in a forked process: how many changes it made, or None if it was killed at the one given."""
+    reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        status = 99
-        try:
-            status = job()
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def _killed(model: Any, folder: Path, place: int) -> bool:
-    """Build in a process that is killed at its `place`th change; whether it was."""
-
-    def job() -> int:
-        left = place
-
-        def happened() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        _watch(happened)
-        _build(model, folder)
-        return 0
-
-    status = _in_a_child(job)
-    assert status in (0, -signal.SIGKILL)
-    return status != 0
-
-
-def _calls_of_a_build(model: Any, folder: Path) -> int:
-    reader, writer = os.pipe()
-
-    def job() -> int:
-        count = 0
+        count, status = 0, 99
 
         def happened() -> None:
             nonlocal count
             count += 1
+            if count == killed_at:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-        _watch(happened)
-        _build(model, folder)
-        os.write(writer, str(count).encode())
-        return 0
-
-    assert _in_a_child(job) == 0
+        try:
+            _watch(happened)
+            _build(model, folder)
+            os.write(writer, str(count).encode())
+            status = 0
+        finally:
+            os._exit(status)
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        return int(pipe.read())
+        said = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == (0 if said else -signal.SIGKILL)
+    return int(said) if said else None
 
 
 class TestAnotherCorpus:
-    def test_further_documents_are_computed_and_others_stay(self, open_builder: Open, tmp_path: Path) -> None:
+    def test_further_documents_are_computed_and_others_stay_until_refreshed(
+        self, open_builder: Open, tmp_path: Path
+    ) -> None:
         documents = corpus(6)
-        with open_builder() as builder:
-            builder.plan(documents[:4])
-            list(builder.build())
+        with built(open_builder, documents[:4]) as builder:
             before = files(tmp_path / "build")
             assert builder.add(documents) == 2
-            assert [built.id for built in builder.build()] == ["d4", "d5"]
+            assert [each.id for each in builder.build()] == ["d4", "d5"]
             after = files(tmp_path / "build")
             assert before.items() < after.items() and len(after) == len(before) + 2
-            # In the ring, two had others behind them before: d2 (d3, d0) and d3 (d0, d1).
+            # In the ring, two were followed by others before: d2 (d3, d0) and d3 (d0, d1).
             assert builder.stale() == ["d2", "d3"]
             assert builder.add(documents) == 0
-
-    def test_stale_documents_are_computed_anew_when_asked_for(self, open_builder: Open, tmp_path: Path) -> None:
-        documents = corpus(6)
-        with open_builder() as builder:
-            builder.plan(documents[:4])
-            list(builder.build())
-            builder.add(documents)
-            list(builder.build())
+            # They are computed again when that is asked for.
             assert builder.refresh() == 2
-            assert sorted(built.id for built in builder.build()) == ["d2", "d3"]
+            assert sorted(each.id for each in builder.build()) == ["d2", "d3"]
             assert builder.stale() == [] and builder.refresh() == 0
-        build(open_builder, documents, "fresh")
+        built(open_builder, documents, "fresh").close()
         assert files(tmp_path / "build").keys() == files(tmp_path / "fresh").keys()
         assert [(row.id, row.neighbours) for row in rows(tmp_path / "build")] == [
             (row.id, row.neighbours) for row in rows(tmp_path / "fresh")
         ]
 
     def test_a_changed_text_takes_the_place_of_the_former(self, open_builder: Open, tmp_path: Path) -> None:
-        documents = corpus(4)
         changed = SourceDocument("d1", "new", tokens(12, 77))
-        with open_builder() as builder:
-            builder.plan(documents)
-            list(builder.build())
+        with built(open_builder, corpus(4)) as builder:
             before = files(tmp_path / "build")
-            assert builder.add([changed, documents[2]]) == 1
+            assert builder.add([changed, corpus(4)[2]]) == 1
             assert len(files(tmp_path / "build")) == len(before) - 1
-            assert [built.id for built in builder.build()] == ["d1"]
+            assert [each.id for each in builder.build()] == ["d1"]
             assert len(builder) == 4
             # Those that had seen the former text.
             assert builder.stale() == ["d0", "d3"]
 
     def test_what_is_removed_is_gone_and_those_that_had_seen_it_stay(self, open_builder: Open, tmp_path: Path) -> None:
-        with open_builder() as builder:
-            builder.plan(corpus(5))
-            list(builder.build())
+        with built(open_builder, corpus(5)) as builder:
             before = files(tmp_path / "build")
             builder.remove(["d2", "d2"])
             after = files(tmp_path / "build")
@@ -618,31 +560,28 @@ class TestAnotherCorpus:
             assert len(builder) == 4
 
     def test_a_lost_copy_whose_neighbour_is_gone_gets_another_one(self, open_builder: Open, tmp_path: Path) -> None:
-        with open_builder() as builder:
-            builder.plan(corpus(5))
-            list(builder.build())
+        with built(open_builder, corpus(5)) as builder:
             builder.remove(["d2"])
         for path in (tmp_path / "build" / "chunks").glob("??/*"):
             path.unlink()
         with open_builder() as builder:
-            assert [built.id for built in builder.build()] == ["d0", "d1", "d3", "d4"]
+            assert [each.id for each in builder.build()] == ["d0", "d1", "d3", "d4"]
             assert builder.stale() == []
 
     def test_a_graph_may_leave_documents_without_neighbours(self, open_builder: Open, tmp_path: Path) -> None:
-        build(open_builder, corpus(3), choice=GivenNeighbours({"d0": ["d1", "x"]}))
+        built(open_builder, corpus(3), choice=GivenNeighbours({"d0": ["d1", "x"]})).close()
         assert [len(row.neighbours) for row in rows(tmp_path / "build")] == [1, 0, 0]
 
 
 class TestRefused:
     def test_another_models_folder(self, open_builder: Open, tmp_path: Path) -> None:
-        build(open_builder, corpus(2))
+        built(open_builder, corpus(2)).close()
         before = files(tmp_path / "build")
         other = small_model()
         with torch.no_grad():
             next(other.parameters())[0, 0] += 1
-        half = ENGINE.model_copy(update={"dtype": "bfloat16"})
-        large = ENGINE.model_copy(update={"block_size": 32})
-        for arguments in ({"of": other}, {"engine": half}, {"engine": large}):
+        engines = [ENGINE.model_copy(update=update) for update in ({"dtype": "bfloat16"}, {"block_size": 32})]
+        for arguments in ({"of": other}, *({"engine": engine} for engine in engines)):
             with pytest.raises(StoreRefusedError, match="another model, or of the same one set up differently"):
                 open_builder(**arguments)
         assert files(tmp_path / "build") == before
@@ -715,16 +654,14 @@ class TestRefused:
             assert len(files(tmp_path / "build")) == 2 - neighbours
             builder.remove(["b"])
             builder.refresh()
-            assert [built.id for built in builder.build()] == (["a", "c"] if neighbours else ["c"])
+            assert [each.id for each in builder.build()] == (["a", "c"] if neighbours else ["c"])
 
-    def test_a_folder_without_a_build(self, tmp_path: Path, open_builder: Open) -> None:
+    def test_a_folder_without_a_build_or_with_a_damaged_manifest(self, tmp_path: Path, open_builder: Open) -> None:
         with pytest.raises(ManifestError, match="has no build"):
             Manifest.of(tmp_path)
         open_builder().close()
         with pytest.raises(ManifestError, match="interrupted before it began"):
             Manifest.of(tmp_path / "build")
-
-    def test_a_damaged_manifest(self, tmp_path: Path, open_builder: Open) -> None:
         with open_builder() as builder:
             builder.plan(corpus(2))
         [path] = (tmp_path / "build").glob("*.sqlite")

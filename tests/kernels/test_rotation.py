@@ -101,8 +101,8 @@ class TestALayer:
 
 
 class TestHalfPrecision:
-    @pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
-    def test_is_rotated_in_single_precision_and_rounded_once(self, dtype: Any, rounding: float) -> None:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_is_rotated_in_single_precision_and_rounded_once(self, dtype: Any) -> None:
         rotation = Rotation.of(family("llama"))
         vectors = torch.randn(50, 2, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
         found = rotation.shift(vectors, torch.arange(50), 0)

@@ -48,7 +48,7 @@ def test_a_choice_is_of_one_step_if_it_is_known_at_once() -> None:
     assert drained(work, 100) == [[*FRONT, 16, *BETWEEN, *QUESTION]]
 
 
-def test_only_what_is_in_front_of_the_first_copy_is_exact() -> None:
+def test_only_what_is_before_the_first_copy_is_exact() -> None:
     work = prefill(documents_first=True)
     assert [work.exact_after(tokens) for tokens in (1, 4, 5, 8)] == [11, 14, 14, 14]
     work.advance(8)
@@ -64,7 +64,7 @@ def test_everything_chosen_in_place_is_exact_unless_a_document_saw_copies(first:
 
 
 class TestInFull:
-    def test_is_plain_prefill_behind_the_exact_part(self) -> None:
+    def test_is_plain_prefill_after_the_exact_part(self) -> None:
         work = prefill(documents_first=True)
         work.advance(8)
         work.choose_all()

@@ -1,4 +1,4 @@
-"""What selections go by, measured on the engine's parts: against transformers' own eager attention."""
+"""What selections depend on, measured on the engine's parts: against transformers' own eager attention."""
 
 from __future__ import annotations
 
@@ -74,14 +74,22 @@ class Engine:
     def compute(self, ids: Sequence[int], start: int = 0) -> None:
         self.model.forward(*pack([Piece(ids, start, self.table, False)], self.pool))
 
-    def reuse(self, begin: int, end: int, seed: int = 0) -> None:
+    def reuse(self, begin: int = SYSTEM, end: int = END) -> None:
         """KV of other tokens, as it could come from any copies."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         rows = self.rows(begin, end)
         self.pool.kv[rows] = torch.randn(self.pool.kv[rows].shape, generator=generator)
 
+    def inputs(self, prompt: list[int], *spans: tuple[int, int], exact: int = SYSTEM) -> ScoringInput:
+        """Of a prompt whose reused documents are `spans`, if not all."""
+        table = np.asarray(self.table, dtype=np.int32)
+        return ScoringInput(prompt, table, SYSTEM, exact, spans or ((SYSTEM, END),), (END, len(prompt)))
+
+    def scorer(self, most_tokens: int = 64) -> Scorer:
+        return Scorer(self.model.forward, self.pool, Rotation.of(self.plain), most_tokens)
+
     def eager(self, ids: Sequence[int], start: int = 0) -> Any:
-        """The output of the model behind the first `start` tokens in the pool."""
+        """The output of the model after the first `start` tokens in the pool."""
         cache = DynamicCache()
         held = self.pool.kv[self.rows(0, start)].permute(1, 2, 3, 0, 4)
         for layer in range(self.model.shape.layers if start else 0):
@@ -106,7 +114,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 @pytest.fixture(params=grid(NAMES, 3))
 def one_layer(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """In its only layer a token's query and key depend on nothing in front of it."""
+    """In its only layer a token's query and key depend on nothing before it."""
     yield from made(request.param, 1)
 
 
@@ -116,7 +124,7 @@ def llama() -> Iterator[Engine]:
 
 
 def received(output: Any, start: int) -> Tensor:
-    """By each of the tokens in front of a question, in the last layer."""
+    """By each of the tokens before a question, in the last layer."""
     attention = output.attentions[-1][0, :, :, :start]
     return attention.sum(1).mean(0)
 
@@ -130,22 +138,26 @@ def modules_run(model: Any) -> list[str]:
     return ran
 
 
+def test_a_forward_ends_in_the_last_layer_that_is_measured(llama: Engine) -> None:
+    ran = modules_run(llama.model.model)
+    llama.question(tokens(11, 2), 0)
+    assert ran == ["layer 0", "layer 1"]
+    ran.clear()
+    llama.deviation(tokens(11, 2), 0)
+    assert ran == ["layer 0"]
+
+
 class TestQuestion:
     def test_its_attention_is_transformers_own_over_any_kv(self, engine: Engine) -> None:
         engine.compute(tokens(SYSTEM, 1))
-        engine.reuse(SYSTEM, END)
+        engine.reuse()
         asked = tokens(11, 2)
         found = engine.question(asked, END).attention(engine.pool, engine.blocks)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, received(engine.eager(asked, END), END), **CLOSE)
 
-    def test_the_forward_ends_in_the_last_layer(self, llama: Engine) -> None:
-        ran = modules_run(llama.model.model)
-        llama.question(tokens(11, 2), 0)
-        assert ran == ["layer 0", "layer 1"]
-
     def test_tokens_without_kv_are_left_out(self, one_layer: Engine) -> None:
-        one_layer.reuse(0, END)
+        one_layer.reuse(0)
         held = torch.ones(END, dtype=torch.bool)
         held[57:80] = False
         question = one_layer.question(tokens(11, 2), END)
@@ -158,11 +170,11 @@ class TestQuestion:
 
 
 class TestQuestionMoved:
-    """Computed behind the system prompt alone, and moved behind the documents."""
+    """Computed after the system prompt alone, and moved to where it follows the documents."""
 
-    def test_vectors_that_do_not_depend_on_documents_are_those_behind_them(self, one_layer: Engine) -> None:
+    def test_vectors_that_do_not_depend_on_documents_are_those_after_them(self, one_layer: Engine) -> None:
         one_layer.compute(tokens(SYSTEM, 1))
-        one_layer.reuse(SYSTEM, END)
+        one_layer.reuse()
         asked = tokens(11, 2)
         moved = one_layer.question(asked, SYSTEM).moved(END, Rotation.of(one_layer.plain))
         found = moved.attention(one_layer.pool, one_layer.blocks)
@@ -173,14 +185,14 @@ class TestQuestionMoved:
         for engine in made(name):
             system, asked = tokens(SYSTEM, 1), tokens(11, 2)
             engine.compute(system)
-            engine.reuse(SYSTEM, END)
+            engine.reuse()
             moved = engine.question(asked, SYSTEM).moved(END, Rotation.of(engine.plain))
             expected = self.by_projections(engine, system, asked)
             torch.testing.assert_close(moved.attention(engine.pool, engine.blocks), expected, **CLOSE)
 
     @staticmethod
     def by_projections(engine: Engine, system: list[int], asked: list[int]) -> Tensor:
-        """From the last layer's projections of a question behind its system prompt, rotated by transformers to END."""
+        """From the last layer's projections of a question after its system prompt, rotated by transformers to END."""
         from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
         model, projected = engine.plain.model, {}
@@ -207,32 +219,27 @@ class TestQuestionMoved:
 
 
 class TestDeviation:
-    @pytest.mark.parametrize("most_tokens", [7, 1000])
-    def test_it_is_the_distance_from_transformers_second_layer(self, engine: Engine, most_tokens: int) -> None:
+    @pytest.mark.parametrize("most_tokens", [7, 30, 1000])
+    def test_it_is_the_distance_from_transformers_second_layer_and_writes_only_the_first(
+        self, engine: Engine, most_tokens: int
+    ) -> None:
         prompt = tokens(END, 1)
         engine.compute(prompt[:SYSTEM])
-        engine.reuse(SYSTEM, END)
-        held = engine.pool.kv[engine.rows(SYSTEM, END)][:, 1].clone()
+        engine.reuse()
+        before = engine.pool.kv.clone()
+        held = before[engine.rows(SYSTEM, END)][:, 1]
         found = engine.deviation(prompt[SYSTEM:], SYSTEM, most_tokens)
-        second = engine.eager(prompt).past_key_values.layers[1]
+        assert torch.equal(engine.pool.kv[:, 1:], before[:, 1:])
+        first, second, *_ = engine.eager(prompt).past_key_values.layers
         exact = torch.stack([second.keys[0, :, SYSTEM:], second.values[0, :, SYSTEM:]]).permute(2, 0, 1, 3)
         torch.testing.assert_close(found, (exact - held).square().sum((1, 2, 3)), rtol=1e-4, atol=1e-3)
-
-    def test_only_the_first_layer_is_written_as_full_attention_has_it(self, engine: Engine) -> None:
-        prompt = tokens(END, 1)
-        engine.compute(prompt[:SYSTEM])
-        engine.reuse(SYSTEM, END)
-        before = engine.pool.kv.clone()
-        engine.deviation(prompt[SYSTEM:], SYSTEM, 30)
-        assert torch.equal(engine.pool.kv[:, 1:], before[:, 1:])
-        first = engine.eager(prompt).past_key_values.layers[0]
         written = engine.pool.kv[engine.rows(0, END)][:, 0].permute(1, 2, 0, 3)
         torch.testing.assert_close(written, torch.stack([first.keys[0], first.values[0]]), rtol=1e-4, atol=1e-4)
 
     def test_tokens_without_kv_do_not_disturb_the_others(self, llama: Engine) -> None:
         prompt = tokens(END, 1)
         llama.compute(prompt[:SYSTEM])
-        llama.reuse(SYSTEM, END)
+        llama.reuse()
         expected = llama.deviation(prompt[SYSTEM:], SYSTEM, 30)
         llama.pool.kv[llama.rows(57, 80)] = float("nan")
         found = llama.deviation(prompt[SYSTEM:], SYSTEM, 30)
@@ -241,18 +248,15 @@ class TestDeviation:
         found[without] = expected[without]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
-    def test_the_forward_ends_in_the_second_layer(self, llama: Engine) -> None:
-        ran = modules_run(llama.model.model)
-        llama.deviation(tokens(11, 2), 0)
-        assert ran == ["layer 0"]
-
     def test_a_model_of_one_layer_has_none(self, one_layer: Engine) -> None:
-        one_layer.reuse(0, END)
+        one_layer.reuse(0)
         assert torch.equal(one_layer.deviation(tokens(11, 2), 30), torch.zeros(11))
 
 
-def assemble(engine: Engine, prompt: list[int]) -> None:
-    """The system prompt, and each document's KV as computed behind that alone, its keys rotated to where it stands."""
+def assemble(engine: Engine) -> list[int]:
+    """Return a prompt. In the pool: its system prompt, and each document's KV as computed after that alone, its keys
+    rotated to where it stands."""
+    prompt = tokens(END + 11, 1)
     rotation, start, rows = Rotation.of(engine.plain), SYSTEM, []
     for length in DOCUMENTS:
         engine.compute([*prompt[:SYSTEM], *prompt[start : start + length]])
@@ -263,89 +267,66 @@ def assemble(engine: Engine, prompt: list[int]) -> None:
         rows.append(own)
         start += length
     engine.pool.kv[engine.rows(SYSTEM, END)] = torch.cat(rows)
+    return prompt
 
 
 class TestScorer:
-    ASKED = 11
-
-    def inputs(self, engine: Engine, prompt: list[int], *spans: tuple[int, int], exact: int = SYSTEM) -> ScoringInput:
-        table = np.asarray(engine.table, dtype=np.int32)
-        return ScoringInput(prompt, table, SYSTEM, exact, spans, (END, END + self.ASKED))
-
-    def scorer(self, engine: Engine, most_tokens: int = 64) -> Scorer:
-        rotation = Rotation.of(engine.plain)
-        return Scorer(engine.model.forward, engine.pool, rotation, most_tokens)
-
-    def test_the_question_is_measured_behind_documents_that_all_have_kv(self, engine: Engine) -> None:
-        prompt = tokens(END + self.ASKED, 1)
-        assemble(engine, prompt)
-        inputs = self.inputs(engine, prompt, (SYSTEM, 57), (57, 107), (107, END))
-        facts = self.scorer(engine).measure("question", inputs)
+    def test_the_question_is_measured_after_documents_that_all_have_kv(self, engine: Engine) -> None:
+        prompt = assemble(engine)
+        facts = engine.scorer().measure("question", engine.inputs(prompt, (SYSTEM, 57), (57, 107), (107, END)))
         assert facts.reused.tolist() == list(range(SYSTEM, END))
         expected = received(engine.eager(prompt[END:], END), END)[SYSTEM:]
         torch.testing.assert_close(facts.scores, expected, **CLOSE)
 
     def test_a_document_in_the_exact_prefix_is_not_among_the_reused(self, llama: Engine) -> None:
-        prompt = tokens(END + self.ASKED, 1)
-        assemble(llama, prompt)
-        scorer = self.scorer(llama)
-        whole = scorer.measure("question", self.inputs(llama, prompt, (SYSTEM, 57), (57, 107), (107, END)))
-        facts = scorer.measure("question", self.inputs(llama, prompt, (57, 107), (107, END), exact=57))
+        prompt, scorer = assemble(llama), llama.scorer()
+        whole = scorer.measure("question", llama.inputs(prompt, (SYSTEM, 57), (57, 107), (107, END)))
+        facts = scorer.measure("question", llama.inputs(prompt, (57, 107), (107, END), exact=57))
         assert facts.reused.tolist() == list(range(57, END))
         torch.testing.assert_close(facts.scores, whole.scores[57 - SYSTEM :], **CLOSE)
 
-    def test_behind_documents_without_kv_it_is_the_question_behind_the_system_prompt(self, llama: Engine) -> None:
-        prompt = tokens(END + self.ASKED, 1)
-        assemble(llama, prompt)
+    def test_after_documents_without_kv_it_is_the_question_after_the_system_prompt(self, llama: Engine) -> None:
+        prompt = assemble(llama)
         llama.pool.kv[llama.rows(57, 107)] = float("nan")
-        inputs, scorer = self.inputs(llama, prompt, (SYSTEM, 57), (107, END)), self.scorer(llama)
         moved = llama.question(prompt[END:], SYSTEM).moved(END, Rotation.of(llama.plain))
         held = torch.ones(END, dtype=torch.bool)
         held[57:107] = False
         expected = moved.attention(llama.pool, llama.blocks, held)
-        facts = scorer.measure("question", inputs)
+        facts = llama.scorer().measure("question", llama.inputs(prompt, (SYSTEM, 57), (107, END)))
         assert torch.equal(facts.scores, expected[facts.reused])
         assert facts.reused.tolist() == [*range(SYSTEM, 57), *range(107, END)]
         assert facts.scores.isfinite().all()
 
     def test_it_may_be_asked_for_while_documents_are_awaited(self, llama: Engine) -> None:
-        prompt = tokens(END + self.ASKED, 1)
-        assemble(llama, prompt)
+        prompt = assemble(llama)
         moved = llama.question(prompt[END:], SYSTEM).moved(END, Rotation.of(llama.plain))
-        expected = moved.attention(llama.pool, llama.blocks)
-        found = self.scorer(llama).attention(self.inputs(llama, prompt, (SYSTEM, END)), alone=True)
-        assert torch.equal(found, expected)
+        found = llama.scorer().attention(llama.inputs(prompt), alone=True)
+        assert torch.equal(found, moved.attention(llama.pool, llama.blocks))
 
     def test_a_part_of_the_system_prompt_suffices(self, llama: Engine) -> None:
-        """Copies may be there while the system prompt in front of them is not."""
-        prompt = tokens(END + self.ASKED, 1)
-        assemble(llama, prompt)
+        """Copies may be there while the system prompt before them is not."""
+        prompt = assemble(llama)
         llama.pool.kv[llama.rows(0, SYSTEM)] = float("nan")
-        facts = self.scorer(llama).measure("question", self.inputs(llama, prompt, (SYSTEM, END), exact=0))
+        facts = llama.scorer().measure("question", llama.inputs(prompt, exact=0))
         assert facts.scores.isfinite().all() and float(facts.scores.sum()) > 0
 
     def test_of_a_long_question_the_last_tokens_count(self, llama: Engine) -> None:
-        prompt = tokens(END + self.ASKED, 1)
-        assemble(llama, prompt)
-        inputs = self.inputs(llama, prompt, (SYSTEM, END))
-        found = self.scorer(llama, 4).attention(inputs)
+        prompt = assemble(llama)
+        found = llama.scorer(4).attention(llama.inputs(prompt))
         expected = llama.question(prompt[-4:], END).attention(llama.pool, llama.blocks)
         assert torch.equal(found, expected)
 
     def test_deviation_is_of_the_reused_tokens(self, llama: Engine) -> None:
-        prompt = tokens(END + self.ASKED, 1)
-        assemble(llama, prompt)
+        prompt = assemble(llama)
         every = llama.deviation(prompt[SYSTEM:END], SYSTEM)
-        inputs = self.inputs(llama, prompt, (57, 70), (107, END - 5), exact=57)
-        facts = self.scorer(llama, 30).measure("two layers", inputs)
+        facts = llama.scorer(30).measure("two layers", llama.inputs(prompt, (57, 70), (107, END - 5), exact=57))
         torch.testing.assert_close(facts.scores, every[facts.reused - SYSTEM], rtol=1e-4, atol=1e-4)
 
     def test_what_needs_nothing_has_the_seed_of_its_prompt(self, llama: Engine) -> None:
-        prompt, scorer = tokens(END + self.ASKED, 1), self.scorer(llama)
-        facts = scorer.measure("nothing", self.inputs(llama, prompt, (SYSTEM, END)))
+        prompt, scorer = tokens(END + 11, 1), llama.scorer()
+        prompts = (prompt, list(prompt), [*prompt[:-1], prompt[-1] ^ 1])
+        facts, again, other = (scorer.measure("nothing", llama.inputs(each)) for each in prompts)
         assert facts.scores is None
-        again = scorer.measure("nothing", self.inputs(llama, list(prompt), (SYSTEM, END)))
-        other = scorer.measure("nothing", self.inputs(llama, [*prompt[:-1], prompt[-1] ^ 1], (SYSTEM, END)))
         assert facts.seed == again.seed != other.seed
 
 
@@ -364,29 +345,17 @@ class TestAttending:
 
     ROWS = np.array([25, 26, 60, 61, 62, 100, 129])
 
-    def inputs(self, engine: Engine, prompt: list[int]) -> ScoringInput:
-        table = np.asarray(engine.table, dtype=np.int32)
-        return ScoringInput(prompt, table, SYSTEM, SYSTEM, ((SYSTEM, END),), (END, len(prompt)))
-
-    def scorer(self, engine: Engine) -> Scorer:
-        return Scorer(engine.model.forward, engine.pool, Rotation.of(engine.plain))
-
     @pytest.mark.parametrize(("most_tokens", "sizes"), [(1000, [7]), (3, [3, 3, 1])])
-    def test_it_is_transformers_own_mean_over_heads_and_layers(
+    def test_it_is_transformers_own_mean_over_heads_and_layers_and_their_kv_is_written(
         self, engine: Engine, most_tokens: int, sizes: list[int]
     ) -> None:
-        prompt = tokens(END + 9, 1)
-        engine.compute(prompt)
-        found = ended(self.scorer(engine).attending(self.inputs(engine, prompt), self.ROWS, most_tokens))
-        assert found[0] == sizes
-        expected = torch.stack(engine.eager(prompt).attentions).mean((0, 2))[0, self.ROWS].sum(0)
-        torch.testing.assert_close(found[1], expected[:END], **CLOSE)
-
-    def test_the_kv_of_these_tokens_is_written(self, engine: Engine) -> None:
         prompt = tokens(END + 9, 1)
         engine.compute(prompt)
         before = engine.pool.kv.clone()
         for row in self.ROWS:
             engine.pool.kv[engine.rows(row, row + 1)] = float("nan")
-        ended(self.scorer(engine).attending(self.inputs(engine, prompt), self.ROWS, 3))
+        found = ended(engine.scorer().attending(engine.inputs(prompt), self.ROWS, most_tokens))
+        assert found[0] == sizes
         torch.testing.assert_close(engine.pool.kv, before, rtol=1e-4, atol=1e-4)
+        expected = torch.stack(engine.eager(prompt).attentions).mean((0, 2))[0, self.ROWS].sum(0)
+        torch.testing.assert_close(found[1], expected[:END], **CLOSE)

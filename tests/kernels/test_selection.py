@@ -77,32 +77,31 @@ class TestEverySelection:
 
 @pytest.mark.parametrize("name", MEASURED)
 class TestSelectionsByAMeasurement:
-    def test_the_highest_are_chosen_in_any_document(self, name: str) -> None:
-        prompt = facts(3, 3, scores=[0.1, 0.9, 0.2, 0.8, 0.3, 0.7])
-        assert chosen(name, prompt, 3) == [21, 23, 25]
-        assert chosen(name, prompt, 1) == [21]
-
-    def test_of_equal_ones_the_first_are_chosen(self, name: str) -> None:
-        prompt = facts(200, scores=[0.5] * 100 + [0.7] + [0.5] * 99)
-        assert chosen(name, prompt, 4) == [20, 21, 22, 120]
+    @pytest.mark.parametrize(
+        ("lengths", "scores", "expected"),
+        [
+            ((3, 3), [0.1, 0.9, 0.2, 0.8, 0.3, 0.7], [21, 23, 25]),
+            ((3, 3), [0.1, 0.9, 0.2, 0.8, 0.3, 0.7], [21]),
+            ((200,), [0.5] * 100 + [0.7] + [0.5] * 99, [20, 21, 22, 120]),
+            ((4,), [math.nan, -math.inf, -1.0, math.inf], [22, 23]),
+        ],
+        ids=["three", "one", "the first of equal ones", "no numbers"],
+    )
+    def test_the_highest_are_chosen_in_any_document(
+        self, name: str, lengths: tuple[int, ...], scores: list[float], expected: list[int]
+    ) -> None:
+        assert chosen(name, facts(*lengths, scores=scores), len(expected)) == expected
 
     def test_each_reused_token_needs_one(self, name: str) -> None:
         with pytest.raises(ValueError, match="give a score for each reused token"):
             make_selection(name).choose(facts(4, scores=[0.5] * 3), 2)
 
-    def test_what_is_no_number_comes_last(self, name: str) -> None:
-        prompt = facts(4, scores=[math.nan, -math.inf, -1.0, math.inf])
-        assert chosen(name, prompt, 2) == [22, 23]
-
 
 class TestHead:
     def test_each_document_gives_as_many_of_its_first_tokens(self) -> None:
         assert chosen("head", facts(5, 5, 5), 6) == [20, 21, 25, 26, 30, 31]
-
-    def test_what_is_left_over_goes_to_the_first_documents(self) -> None:
+        # What is left over goes to the first documents, and what a short one leaves to the others.
         assert chosen("head", facts(5, 5, 5), 5) == [20, 21, 25, 26, 30]
-
-    def test_what_a_short_document_leaves_goes_to_the_others(self) -> None:
         assert chosen("head", facts(1, 5, 5), 7) == [20, 21, 22, 23, 26, 27, 28]
 
 

@@ -67,15 +67,12 @@ def any_case(seed: int) -> Case:
     group, kv_heads = rng.randint(1, 6), rng.randint(1, 2)
     head_dim = rng.choice((64, 80, 96))
     lengths = tuple(rng.choice((1, rng.randint(1, 40), rng.randint(60, 130))) for _ in range(rng.randint(1, 4)))
-    requests = tuple(
-        Request(
-            tuple(rng.sample(range(len(lengths)), rng.randint(1, len(lengths)))),
-            rng.choice((0, 15, 40, 100)),
-            rng.randint(1, 9),
-            rng.random() < 0.4,
-        )
-        for _ in range(rng.randint(1, 4))
-    )
+
+    def any_request() -> Request:
+        documents = tuple(rng.sample(range(len(lengths)), rng.randint(1, len(lengths))))
+        return Request(documents, rng.choice((0, 15, 40, 100)), rng.randint(1, 9), rng.random() < 0.4)
+
+    requests = tuple(any_request() for _ in range(rng.randint(1, 4)))
     return Case(
         heads=(group * kv_heads, kv_heads),
         head_dim=head_dim,
@@ -172,14 +169,17 @@ def attend(case: Case, given: Inputs, backend: Literal["torch", "triton"], *, tu
     return triton_sparse_attention(given.q, *caches, batch, ranges, scale, case.softcap, runs, turn, **how)
 
 
+def error_of(case: Case, backend: Literal["torch", "triton"], *, turns: bool = True) -> float:
+    given = inputs_of(case)
+    return error(attend(case, given, backend, turns=turns), reference(case, given))
+
+
 def main() -> None:
     """In a process of its own: the error of each case, and of the first one without rotation."""
     for number, case in enumerate(CASES):
-        given = inputs_of(case)
-        wanted = reference(case, given)
-        line = {"error": error(attend(case, given, "triton"), wanted)}
+        line = {"error": error_of(case, "triton")}
         if not number:
-            line["unturned"] = error(attend(case, given, "triton", turns=False), wanted)
+            line["unturned"] = error_of(case, "triton", turns=False)
         sys.stdout.write(json.dumps(line) + "\n")
 
 
@@ -215,18 +215,13 @@ class TestOnAGpu:
 
 class TestTorch:
     def test_rotates_queries_as_keys_would_be(self, number: int) -> None:
-        case = CASES[number]
-        given = inputs_of(case)
-        assert error(attend(case, given, "torch"), reference(case, given)) < EXACT
+        assert error_of(CASES[number], "torch") < EXACT
 
     def test_would_be_wrong_without(self) -> None:
-        given = inputs_of(CASES[0])
-        assert error(attend(CASES[0], given, "torch", turns=False), reference(CASES[0], given)) > FAR_OFF
+        assert error_of(CASES[0], "torch", turns=False) > FAR_OFF
 
     def test_takes_any_head_dim(self) -> None:
-        case = replace(CASES[0], head_dim=40, rotary=40)
-        given = inputs_of(case)
-        assert error(attend(case, given, "torch"), reference(case, given)) < EXACT
+        assert error_of(replace(CASES[0], head_dim=40, rotary=40), "torch") < EXACT
 
 
 if __name__ == "__main__":

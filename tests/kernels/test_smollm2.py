@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -67,15 +68,15 @@ class TestTheFolder:
         assert smollm2(said.append) == linked
         assert said == []
 
-    @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"])
-    def test_with_a_damaged_file_is_not_taken(self, linked: Path, name: str) -> None:
-        damage(linked / name)
-        with pytest.raises(ImportError, match=INSTALL):
-            smollm2()
-
-    @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer_config.json", "SHA256SUMS"])
-    def test_without_a_file_is_not_taken(self, linked: Path, name: str) -> None:
-        (linked / name).unlink()
+    @pytest.mark.parametrize(
+        ("spoil", "name"),
+        [
+            *((damage, name) for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja")),
+            *((Path.unlink, name) for name in ("model.safetensors", "tokenizer_config.json", "SHA256SUMS")),
+        ],
+    )
+    def test_with_a_damaged_file_or_without_one_is_not_taken(self, linked: Path, spoil: Any, name: str) -> None:
+        spoil(linked / name)
         with pytest.raises(ImportError, match=INSTALL):
             smollm2()
 

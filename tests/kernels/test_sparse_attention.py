@@ -138,13 +138,8 @@ def inputs_of(case: Case) -> Inputs:
         missing = -(-longest // case.block_size) - tables.shape[1]
         tables = torch.nn.functional.pad(tables, (0, missing), value=2**31 - 1)
     counts = torch.tensor([0, *(scattered + tail for scattered, tail in case.rows)])
-    batch = PackedBatch(
-        counts.cumsum(0).int(),
-        torch.tensor(case.tokens, dtype=torch.int32),
-        tables,
-        int(counts.max()),
-        longest,
-    )
+    contexts = torch.tensor(case.tokens, dtype=torch.int32)
+    batch = PackedBatch(counts.cumsum(0).int(), contexts, tables, int(counts.max()), longest)
     return Inputs(q, key_cache, value_cache, batch, torch.tensor(positions, dtype=torch.int32))
 
 
@@ -168,13 +163,9 @@ def formula(case: Case, given: Inputs) -> Tensor:
 
 
 def attend(case: Case, given: Inputs, backend: Literal["torch", "triton"]) -> Tensor:
-    how = {"scale": case.scale, "softcap": case.softcap, "backend": backend}
-    return sparse_attention(*given.tensors, given.batch, given.positions, **how)
-
-
-def attend_in_triton(case: Case, given: Inputs) -> Tensor:
-    if case.splits is None and case.tile is None:
-        return attend(case, given, "triton")
+    if backend == "torch" or (case.splits is None and case.tile is None):
+        how = {"scale": case.scale, "softcap": case.softcap, "backend": backend}
+        return sparse_attention(*given.tensors, given.batch, given.positions, **how)
     from ragorder.kernels.attention.launch import triton_sparse_attention
 
     ranges = Ranges.of(given.batch, given.positions)
@@ -183,17 +174,22 @@ def attend_in_triton(case: Case, given: Inputs) -> Tensor:
     return triton_sparse_attention(*given.tensors, given.batch, ranges, scale, case.softcap, **how)
 
 
+def error_of(case: Case, backend: Literal["torch", "triton"], device: str = "cpu", *, wrong: bool = False) -> float:
+    """Of attention as it is, or with a wrong block."""
+    given = inputs_of(case)
+    found = attend(case, (wrong_block(given) if wrong else given).on(device), backend)
+    return error(found.cpu(), formula(case, given))
+
+
 CASES = grid(CASES, 4)
 
 
 def main() -> None:
     """In a process of its own: the error of each case, and of the first ones with a wrong block."""
     for number, case in enumerate(CASES):
-        given = inputs_of(case)
-        wanted = formula(case, given)
-        line = {"error": error(attend_in_triton(case, given), wanted)}
+        line = {"error": error_of(case, "triton")}
         if number < 2:
-            line["wrong_block"] = error(attend_in_triton(case, wrong_block(given)), wanted)
+            line["wrong_block"] = error_of(case, "triton", wrong=True)
         sys.stdout.write(json.dumps(line) + "\n")
 
 
@@ -218,29 +214,17 @@ class TestTheKernel:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 class TestOnAGpu:
-    def test_the_kernel_is_as_exact_as_its_dtype(self, number: int) -> None:
-        case = CASES[number]
-        given = inputs_of(case)
-        found = attend_in_triton(case, given.on("cuda")).cpu()
-        assert error(found, formula(case, given)) < TOLERANCE[case.dtype]
-
-    def test_so_is_torch(self, number: int) -> None:
-        case = CASES[number]
-        given = inputs_of(case)
-        found = attend(case, given.on("cuda"), "torch").cpu()
-        assert error(found, formula(case, given)) < TOLERANCE[case.dtype]
+    @pytest.mark.parametrize("backend", ["torch", "triton"])
+    def test_both_are_as_exact_as_their_dtype(self, number: int, backend: Literal["torch", "triton"]) -> None:
+        assert error_of(CASES[number], backend, "cuda") < TOLERANCE[CASES[number].dtype]
 
     def test_the_kernel_sees_a_wrong_block(self) -> None:
-        given = inputs_of(Case())
-        found = attend_in_triton(Case(), wrong_block(given).on("cuda")).cpu()
-        assert error(found, formula(Case(), given)) > FAR_OFF
+        assert error_of(Case(), "triton", "cuda", wrong=True) > FAR_OFF
 
 
 class TestTorch:
     def test_is_as_exact_as_its_dtype(self, number: int) -> None:
-        case = CASES[number]
-        given = inputs_of(case)
-        assert error(attend(case, given, "torch"), formula(case, given)) < TOLERANCE[case.dtype]
+        assert error_of(CASES[number], "torch") < TOLERANCE[CASES[number].dtype]
 
     @pytest.mark.parametrize("softcap", [None, 8.0])
     def test_goes_through_many_rows_in_chunks(self, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,17 +238,14 @@ class TestTorch:
         monkeypatch.setattr(torch_backend, "hiding", recorded)
         monkeypatch.setattr(torch_backend, "SCORES", 40 * 2 * 700)
         case = Case(heads=(2, 1), head_dim=16, tokens=(700, 300), rows=((300, 50), (0, 300)), softcap=softcap)
-        given = inputs_of(case)
-        assert error(attend(case, given, "torch"), formula(case, given)) < 1e-5
+        assert error_of(case, "torch") < 1e-5
         most = 256 if softcap is None else 40
         assert masks
         assert all(len(mask) <= most and mask.shape[1] <= 700 for mask in masks)
 
     @pytest.mark.parametrize("head_dim", [16, 40])
     def test_takes_any_head_dim_and_block_size(self, head_dim: int) -> None:
-        case = Case(head_dim=head_dim, block_size=7)
-        given = inputs_of(case)
-        assert error(attend(case, given, "torch"), formula(case, given)) < 2e-6
+        assert error_of(Case(head_dim=head_dim, block_size=7), "torch") < 2e-6
 
     def test_is_what_a_cpu_gets(self) -> None:
         given = inputs_of(Case())
@@ -285,6 +266,10 @@ class TestArguments:
             (lambda x: {"positions": x.positions.long()}, r"positions is torch.int64 .*: give torch.int32 \(51,\)"),
             (lambda x: {"positions": x.positions[1:]}, r"positions is torch.int32 \(50,\): give torch.int32 \(51,\)"),
             (lambda x: {"positions": x.positions.to("meta")}, "positions is on meta, q on cpu"),
+            (
+                lambda x: {"batch": replace(x.batch, block_tables=x.batch.block_tables[:, :2].contiguous())},
+                "2 blocks of 16 tokens: too few for a context of 110",
+            ),
         ],
     )
     def test_that_cannot_be_are_refused_by_name(self, change: Any, message: str) -> None:
@@ -292,12 +277,6 @@ class TestArguments:
         wrong = replace(given, **change(given))
         with pytest.raises(ValueError, match=message):
             attend(Case(), wrong, "torch")
-
-    def test_a_block_table_that_is_too_short_is_refused(self) -> None:
-        given = inputs_of(Case())
-        short = replace(given.batch, block_tables=given.batch.block_tables[:, :2].contiguous())
-        with pytest.raises(ValueError, match="2 blocks of 16 tokens: too few for a context of 110"):
-            sparse_attention(*given.tensors, short, given.positions)
 
     def test_no_row_is_nothing(self) -> None:
         case = Case(tokens=(20,), rows=(NOTHING,))

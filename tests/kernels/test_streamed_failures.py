@@ -22,7 +22,7 @@ from support.streamed import TOKENS, room_for, saved, streaming, whole
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ragorder.kernels.engine import Completion, Request, Sampling, ShortOfMemoryError, TieredEngine
+from ragorder.kernels.engine import Completion, Request, Sampling, ShortOfMemoryError, TieredEngine, runner
 from ragorder.kernels.offload import LayerReadError, Residency, feeder
 from ragorder.kernels.offload.model_memory import decoder_layers
 from ragorder.kernels.paging import BlockPool, LayeredPool, OutOfBlocksError
@@ -51,66 +51,40 @@ class Faults:
             self.injected[site] += fails
             return fails
 
+    def failing(self, site: str, share: float, call: Callable[..., Any], error: type[Exception], *details: Any) -> Any:
+        """The call, which raises the error at random."""
+
+        def called(*arguments: Any, **options: Any) -> Any:
+            if self.due(site, share):
+                raise error(*details)
+            return call(*arguments, **options)
+
+        return called
+
     def install(self, engine: TieredEngine, patch: Callable[..., None]) -> None:
-        preadv, readv, writev, mmap, make = os.preadv, os.readv, os.writev, feeder.mmap, BlockPool._make
-        make_layers, zeros = LayeredPool._make, LayeredPool._zeros
-        plan = scheduler_of(engine).plan
+        preadv, make, make_layers = os.preadv, BlockPool._make, LayeredPool._make
 
-        def reading(*arguments: Any) -> int:
-            if self.due("read of a layer", 0.006):
-                raise OSError(errno.EIO, "Input/output error")
+        def read(*arguments: Any) -> int:
             return 0 if self.due("end of a file", 0.001) else preadv(*arguments)
-
-        def reading_kv(*arguments: Any) -> int:
-            if self.due("read of KV", 0.2):
-                raise OSError(errno.EIO, "Input/output error")
-            return readv(*arguments)
-
-        def writing_kv(*arguments: Any) -> int:
-            if self.due("write of KV", 0.2):
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return writev(*arguments)
-
-        def mapping(*arguments: Any, **options: Any) -> Any:
-            if self.due("buffer of a layer", 0.3):
-                raise OSError(errno.ENOMEM, "Cannot allocate memory")
-            return mmap(*arguments, **options)
 
         def making(pool: BlockPool, blocks: int) -> Any:
             if blocks and self.due("pool of blocks", 0.2):
                 raise MemoryError(f"no room for {blocks} blocks")
             return (make_layers if isinstance(pool, LayeredPool) else make)(pool, blocks)
 
-        def making_layer(pool: LayeredPool, *arguments: Any) -> Any:
-            if self.due("layer of a pool", 0.02):
-                raise MemoryError("no room for a layer")
-            return zeros(pool, *arguments)
-
-        def planning() -> Any:
-            if self.due("planning", 0.004):
-                raise MemoryError
-            return plan()
-
-        def computing(module: Any, arguments: Any) -> None:
-            if self.due("within a layer", 0.01):
-                raise torch.OutOfMemoryError("out of memory")
-
-        def choosing(*arguments: Any) -> Any:
-            if self.due("sampling", 0.01):
-                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-            return choose(*arguments)
-
-        from ragorder.kernels.engine import runner
-
-        choose = runner.choose
-        for name, call in (("preadv", reading), ("readv", reading_kv), ("writev", writing_kv)):
-            patch(os, name, call)
-        patch(feeder, "mmap", mapping)
+        io_error, full = (errno.EIO, "Input/output error"), (errno.ENOSPC, "No space left on device")
+        short = (errno.ENOMEM, "Cannot allocate memory")
+        patch(os, "preadv", self.failing("read of a layer", 0.006, read, OSError, *io_error))
+        patch(os, "readv", self.failing("read of KV", 0.2, os.readv, OSError, *io_error))
+        patch(os, "writev", self.failing("write of KV", 0.2, os.writev, OSError, *full))
+        patch(feeder, "mmap", self.failing("buffer of a layer", 0.3, feeder.mmap, OSError, *short))
         patch(BlockPool, "_make", making)
         patch(LayeredPool, "_make", making)
-        patch(LayeredPool, "_zeros", making_layer)
-        patch(scheduler_of(engine), "plan", planning)
-        patch(runner, "choose", choosing)
+        patch(LayeredPool, "_zeros", self.failing("layer of a pool", 0.02, LayeredPool._zeros, MemoryError))
+        plan, allocator = scheduler_of(engine).plan, "DefaultCPUAllocator: can't allocate memory"
+        patch(scheduler_of(engine), "plan", self.failing("planning", 0.004, plan, MemoryError))
+        patch(runner, "choose", self.failing("sampling", 0.01, runner.choose, RuntimeError, allocator))
+        computing = self.failing("within a layer", 0.01, lambda *_: None, torch.OutOfMemoryError, "out of memory")
         for layer in decoder_layers(engine._model.model)[1]:
             layer.mlp.register_forward_pre_hook(computing)
 
@@ -128,8 +102,7 @@ def kv_of(engine: TieredEngine) -> dict[bytes, list[Any]]:
 
 
 class Requests:
-    """Those of a test, what an engine without failures answers to each, and the KV of their documents, some of which
-    they share."""
+    """Those of a test, which share documents, what an engine without failures answers, and the documents' KV."""
 
     def __init__(self, folder: Path) -> None:
         random = Random(5)
@@ -177,10 +150,8 @@ def test_ten_thousand_failures(
     while layers move, pools are resized, and requests are aborted. Answers are those of an engine without failures, or
     errors that name memory or the disk, and each comes once. Whatever documents have KV, it is the whole model's."""
     failures, random, faults = length(10_000, 150), Random(int(in_place)), Faults(int(in_place))
-    streamer = streamer_of(engine)
-    assert streamer is not None
     engine.move_layers(Residency.spread(LAYERS, 0))
-    streamer.in_place = cache_of(engine).pool.in_place = in_place
+    streamer_of(engine).in_place = cache_of(engine).pool.in_place = in_place
     faults.install(engine, monkeypatch.setattr)
     asked: dict[int, int] = {}
     told: dict[int, list[int]] = {}
@@ -189,7 +160,7 @@ def test_ten_thousand_failures(
 
     def step() -> None:
         for update in engine.step():
-            # Nothing comes behind the end.
+            # Nothing comes after the end.
             assert update.request_id not in ended
             told[update.request_id] += update.token_ids
             if update.completion is not None:

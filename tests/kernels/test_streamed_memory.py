@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
 
 from hypothesis import given
 from hypothesis import strategies as st
+from support.families import make_model
+from support.streamed import saved
 
 from ragorder.cli.values import Size
 from ragorder.kernels.offload.budget import BudgetError, MemoryNeeds, MemoryPlan, format_bytes, plan_memory
@@ -223,22 +225,9 @@ class TestLessMemoryThanAsked:
     @pytest.fixture(scope="class")
     def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
         """160 MB of weights in 16 layers."""
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            vocab_size=300,
-            hidden_size=512,
-            intermediate_size=1280,
-            num_hidden_layers=16,
-            num_attention_heads=8,
-            num_key_value_heads=2,
-            max_position_embeddings=1024,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
-        folder = tmp_path_factory.mktemp("models") / "llama"
-        transformers.LlamaForCausalLM(config).save_pretrained(folder)
-        return folder
+        sizes = {"hidden_size": 512, "intermediate_size": 1280, "num_hidden_layers": 16, "num_attention_heads": 8}
+        model = make_model("Llama", max_position_embeddings=1024, **sizes)
+        return saved(model, tmp_path_factory.mktemp("models") / "llama")
 
     def run(self, folder: Path, more: int, ballast: str = "") -> dict[str, Any]:
         # Each arena of the allocator reserves 64 MB of addresses, which count although nothing is there.
