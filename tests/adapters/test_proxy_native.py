@@ -84,9 +84,7 @@ def server() -> Server:
 
 
 class TestLists:
-    @pytest.mark.parametrize(
-        ("path", "body"), [(CHAT, listed), ("/v2/chat", cohere), ("/cohere/v2/chat", cohere)], ids=str
-    )
+    @pytest.mark.parametrize(("path", "body"), [(CHAT, listed), ("/v2/chat", cohere), ("/cohere/v2/chat", cohere)])
     def test_documents_extend_the_cached_prefix(self, path: str, body: Any, server: Server) -> None:
         server.post(body("abc"), path)
         response = server.post(body("cab"), path)

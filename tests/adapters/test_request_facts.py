@@ -288,7 +288,6 @@ class TestTheProxy:
             # Nothing can be added to these.
             *((params, params) for params in (7, "text", [1], {"ragorder": 7}, {"ragorder": None})),
         ],
-        ids=ascii,
     )
     def test_what_the_client_sends_there_is_kept(self, post: Post, params: Any, sent: Any) -> None:
         assert post(self.tagged(cache_salt="red", kv_transfer_params=params))["kv_transfer_params"] == sent
