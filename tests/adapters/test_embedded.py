@@ -1650,31 +1650,31 @@ class TestOptions:
     def test_all_options_reach_the_engine(self, serving: Serving, tmp_path: Path) -> None:
         profile = tmp_path / "profile.json"
         PrefillProfile((0, 100), (100, 200), ((1.0, 2.0), (1.5, 3.0))).to_file(profile)
-        settings: dict[str, tuple[Any, Any]] = {
-            "device_tokens": (2048, 2048),
-            "host_bytes": ("2MiB", 2 << 20),
-            "disk_path": (tmp_path / "kv", tmp_path / "kv"),
-            "disk_bytes": ("64MB", 64_000_000),
-            "policy": ("lru", "lru"),
-            "profile": (profile, profile),
-            "block_size": (32, 32),
-            "max_model_len": (512, 512),
-            "max_requests": (4, 4),
-            "max_batch_tokens": (256, 256),
-            "schedule": ("fcfs", "fcfs"),
-            "deadline_s": ("2m", 120.0),
-            "reuse": ("fused", "fused"),
-            "recompute": (0.2, 0.2),
-            "select": ("deviation", "deviation"),
-            "select_rounds": (2, 2),
-            "dtype": ("float32", "float32"),
-            "device": ("cpu", "cpu"),
+        options: dict[str, tuple[Any, Any]] = {
+            "--device-tokens": (2048, 2048),
+            "--host-bytes": ("2MiB", 2 << 20),
+            "--disk-path": (tmp_path / "kv", tmp_path / "kv"),
+            "--disk-bytes": ("64MB", 64_000_000),
+            "--policy": ("lru", "lru"),
+            "--profile": (profile, profile),
+            "--block-size": (32, 32),
+            "--max-model-len": (512, 512),
+            "--max-requests": (4, 4),
+            "--max-batch-tokens": (256, 256),
+            "--schedule": ("fcfs", "fcfs"),
+            "--deadline": ("2m", 120.0),
+            "--reuse": ("fused", "fused"),
+            "--recompute": (0.2, 0.2),
+            "--select": ("deviation", "deviation"),
+            "--select-rounds": (2, 2),
+            "--dtype": ("float32", "float32"),
+            "--device": ("cpu", "cpu"),
         }
-        names = {name: f"--{name.removesuffix('_s').replace('_', '-')}" for name in settings}
-        given = [part for name, (text, _) in settings.items() for part in (names[name], str(text))]
+        given = [part for option, (text, _) in options.items() for part in (option, str(text))]
         command = serving(*given, "--max-waiting", "7")
         assert command.result.exit_code == 0, command.result.output
-        values = {name: value for name, (_, value) in settings.items()}
+        values = {option[2:].replace("-", "_"): value for option, (_, value) in options.items()}
+        values["deadline_s"] = values.pop("deadline")
         assert (command.settings, command.waiting) == (EngineSettings(**values), 7)
 
     @pytest.mark.parametrize(
