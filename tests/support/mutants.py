@@ -25,6 +25,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 import click
+import pytest
 
 from support.links import restore_links
 
@@ -114,19 +115,22 @@ def run_mutants(mutants: list[Mutant], results: Path, minutes: float) -> None:
     known = {tuple(each["key"]) for each in _read(results)}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = _copy(Path(folder) / "copy")
-        sound: dict[tuple[str, ...], bool] = {}
+        without: dict[tuple[str, ...], str] = {}
         for mutant in mutants:
             if mutant.key in known or time.monotonic() > until:
                 continue
-            tests = _tests(copy, mutant)
-            if tests not in sound:
-                sound[tests] = _run(copy, tests)[0] == "survived"
+            # All tests of the files may be slow.
+            for tests in (_tests(copy, mutant), AREAS[mutant.area][1]):
+                if tests not in without:
+                    without[tests] = _run(copy, tests)[0]
+                if without[tests] != "no tests":
+                    break
             target = copy / mutant.file
             source = target.read_bytes()
             start = time.monotonic()
             target.write_bytes(mutated(mutant, source))
             try:
-                verdict, said = _run(copy, tests) if sound[tests] else ("tests fail without it", "")
+                verdict, said = _run(copy, tests) if without[tests] == "survived" else ("tests fail without it", "")
             finally:
                 target.write_bytes(source)
             line = asdict(mutant) | {"key": mutant.key, "verdict": verdict, "test": said, "tests": tests}
@@ -214,6 +218,8 @@ def _run(copy: Path, tests: tuple[str, ...]) -> tuple[str, str]:
         )
     except subprocess.TimeoutExpired:
         return "timeout", ""
+    if done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:
+        return "no tests", ""
     failed = [line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return ("survived", "") if done.returncode == 0 else ("killed", " ".join(failed[:1]))
 
