@@ -85,7 +85,7 @@ LAYOUTS = {
     "each turn": ChatLayout(_each_turn, _each_turn),
     "first turn only": ChatLayout(_first_turn, _first_turn),
     "system message replaced": ChatLayout(_system, _system),
-    "last turn behind history": ChatLayout(_last_turn, _last_turn),
+    "last turn after history": ChatLayout(_last_turn, _last_turn),
     "one turn": ChatLayout(_one_turn, _one_turn),
     "one turn tagged": ChatLayout(_one_turn, _tagged),
     "one turn in parts": ChatLayout(_parts, _parts),

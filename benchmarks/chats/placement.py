@@ -22,7 +22,14 @@ from ragorder.eval.running.record import RunRecord
 from ragorder.eval.running.runner import Run
 from ragorder.eval.running.suite import Experiment, Job, Line
 
-PLACES = ("in front", "labelled", "numbered by place", "numbered by rank", "behind a date", "behind the question")
+PLACES = (
+    "before the question",
+    "labelled",
+    "numbered by place",
+    "numbered by rank",
+    "after a date",
+    "after the question",
+)
 _HEADER_TOKENS = 4
 _DATE_TOKENS = 8
 # Where the token ids of headers and dates begin; those of documents, system prompt and questions are elsewhere.
@@ -52,9 +59,9 @@ class PlacedPrompts:
             if self._headers:
                 shown.extend(_run(_HEADERS, self._header(place, document, request), _HEADER_TOKENS))
             shown += self._alone(number, request, document)
-        if self._place == "behind a date":
+        if self._place == "after a date":
             system.extend(_run(_DATES, number, _DATE_TOKENS))
-        parts = (system, question, shown) if self._place == "behind the question" else (system, shown, question)
+        parts = (system, question, shown) if self._place == "after the question" else (system, shown, question)
         return sum(parts, array("q"))
 
     def _header(self, place: int, document: Document, request: TraceRequest) -> int:
@@ -78,7 +85,7 @@ def _run(first: int, number: int, tokens: int) -> range:
 class PlacementCell(SuiteCell):
     """`documents`: where they stand, or what each begins with."""
 
-    documents: Annotated[str, one_of("place", PLACES)] = "in front"
+    documents: Annotated[str, one_of("place", PLACES)] = "before the question"
     workload: Annotated[str, one_of("workload", WORKLOADS)] = "paper-shuf"
     capacity_tokens: int = Field(100_000, ge=1)
     block_size: int = Field(16, ge=1)

@@ -248,9 +248,9 @@ def _predicted(group: RecordGroup[Record], policy: str, label: str) -> list[Entr
 
     reported, guessed = (group.values(policy, name) for name in ("cached_tokens", "predicted_tokens"))
     within = 100 * float(np.mean(np.abs(reported - guessed) <= group.block_size))
-    anew = format_number(group.values(policy, "rebased").sum(), 0) if policy == "rebased" else "–"
+    again = format_number(group.values(policy, "rebased").sum(), 0) if policy == "rebased" else "–"
     named = format_number(group.values(policy, "repeated").sum(), 0)
-    shown = [format_number(within), named, _more(group, policy), anew]
+    shown = [format_number(within), named, _more(group, policy), again]
     return [Entry(f"{label}: {policy}"), *map(Entry, shown)]
 
 

@@ -73,7 +73,7 @@ class Sharing(Experiment):
     simulated = True
     tables: ClassVar[Any] = [
         TableForm(
-            "{cell.workload}: processes in front of one engine",
+            "{cell.workload}: processes with one engine",
             [
                 Column("processes", lambda row: str(row.cell.processes)),
                 policy_column("orders"),

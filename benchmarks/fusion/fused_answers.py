@@ -364,7 +364,7 @@ def _tables(group: _Group) -> list[Table]:
     runs = [run for run in group.runs() if run.policy != FULL]
     prompt, reused = (fmean(tokens for run in runs for tokens in run.rows[name]) for name in ("prompt", "reused"))
     found[0].note = (
-        f"{_questions(group)}. Prompts have {prompt:.0f} tokens, of which "
+        f"{_questions(group)}. Prompts have {prompt:.0f} tokens; "
         f"{reused:.0f} are reused; the others, of the system prompt and the first document, are an exact prefix."
     )
     if "FusionRAG" in group.policies:

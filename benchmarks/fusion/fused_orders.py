@@ -75,7 +75,7 @@ def room_column() -> Column:
 
 def _title(block: Block) -> str:
     held = "All documents" if block.cell.copies == "all" else "Documents that are held"
-    return f"{held} can be taken over"
+    return f"{held} can be reused"
 
 
 class FusedOrders(Experiment):
@@ -93,7 +93,7 @@ class FusedOrders(Experiment):
                 room_column(),
                 policy_column("order"),
                 figure("exact prefix, %", partial(_share, column="exact_tokens")),
-                figure("taken over, %", partial(_share, column="fused_tokens")),
+                figure("reused, %", partial(_share, column="fused_tokens")),
                 Column("reused from the 101st request on, %", _reused_later),
                 figure("computed, thousand tokens", partial(total, column="computed_tokens"), scale=1e-3),
                 ratio("of the ordered", partial(total, column="computed_tokens"), "ordered", 4),

@@ -59,7 +59,7 @@ async def instant_upstream(scope: Message, receive: Receive, send: Send) -> None
 
 
 def slow_upstream(words: int, word_s: float) -> Any:
-    """Return an ASGI application: answers have `words`, each of which takes `word_s`; plans have three lines."""
+    """Return an ASGI application: answers have `words`, and each takes `word_s`; plans have three lines."""
 
     async def upstream(scope: Message, receive: Receive, send: Send) -> None:
         request = json.loads(await _body(receive))
@@ -152,7 +152,7 @@ def allow_many_connections(count: int = 0) -> None:
 
 @click.command()
 @click.option("--inside", is_flag=True, help="Order documents in the server itself.")
-@click.option("--words", type=int, help="Answer in so many words.")
+@click.option("--words", type=int, help="Words of an answer.")
 @click.option("--word-s", type=float, default=0.0, help="Seconds that each takes.")
 def main(inside: bool, words: int | None, word_s: float) -> None:
     """Run a server that answers at once, or a word at a time."""

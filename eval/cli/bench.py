@@ -31,7 +31,7 @@ from ragorder.eval.running.specs import Bench
 _DELAY_S = 0.05
 _COLUMNS = (
     "moved: places between a document and its retrieval rank, on average.",
-    "predicted: requests of which the policy predicted the cached tokens to within one block.",
+    "predicted: requests whose cached tokens the policy predicted to within one block.",
 )
 _POLICIES = {
     "none": "no prefix cache",

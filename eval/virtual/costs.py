@@ -67,6 +67,6 @@ class SearchCosts(ScanCosts):
         return [share] * max(1, min(self.busy_cores, round(codes / share)))
 
     def batch_seconds(self, searches: Sequence[float], *, dealt: bool = False) -> float:
-        """Of whole searches of so many codes, each on the next free core, or all cores together at each (`dealt`)."""
+        """Of whole searches of this many codes, each on the next free core, or all cores together at each (`dealt`)."""
         shared = sum(searches) / self.busy_cores
         return self.scan_seconds(shared if dealt else max(max(searches), shared))

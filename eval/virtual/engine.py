@@ -59,7 +59,7 @@ class VirtualEngine(Generic[R]):
     """A `StreamingEngine` of requests with token ids. `answer` has the words that a request is answered with, a token
     each; chunks come with the first of them, after every `report_every` and with the last. Requests join and leave
     between two steps; prompts are prefilled in the order of arrival. `computed_tokens` of `prompt_tokens` were not
-    cached; those of an aborted request count as far as its prompt was processed. `sent` counts requests."""
+    cached; those of an aborted request count up to where its prompt was processed. `sent` counts requests."""
 
     def __init__(
         self,

@@ -65,7 +65,7 @@ class VirtualIVF(ContinuousIVF):
         self._pieces = None
 
     def _seconds(self, codes: float) -> float:
-        """Of a piece of which the cores scan this number of codes."""
+        """Of a piece whose scan reads this number of codes."""
         large = self._large
         return large.piece_seconds(large.dealt(codes * self._scale)) if codes else large.overhead_seconds(1)
 

@@ -51,7 +51,7 @@ def both(made: list[list[ChatTurn]], name: str) -> tuple[Sums, Sums]:
 
 
 @pytest.mark.parametrize(
-    "layout", ["each turn", "first turn only", "system message replaced", "last turn behind history"]
+    "layout", ["each turn", "first turn only", "system message replaced", "last turn after history"]
 )
 def test_what_is_predicted_of_conversations_is_what_the_server_has(layout: str, made: list[list[ChatTurn]]) -> None:
     """Estimated at four characters a token where the server's tokens have 3.75."""

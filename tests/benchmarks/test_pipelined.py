@@ -382,7 +382,7 @@ class TestOnARealServer:
         titles = [table.title for table in section.tables]
         assert titles == [
             "Time to the first token of a cold start",
-            "Search in front of the answer",
+            "Search before the answer",
             "Speculations that were right, by stage",
             "Throughput under saturation",
             "The paper's own numbers",

@@ -37,7 +37,7 @@ class TestPrompts:
         prompts, asked = PlacedPrompts(place), request(2, 0, 1)
         ids = prompts.token_ids(7, asked, asked.documents)
         counted = sum(map(prompts.document_tokens, asked.documents))
-        date = 8 if place == "behind a date" else 0
+        date = 8 if place == "after a date" else 0
         assert len(ids) == prompts.prefix_tokens + date + counted + prompts.suffix_tokens(asked)
         # The same request is the same prompt, and nothing in it occurs twice.
         assert ids == prompts.token_ids(7, asked, asked.documents)
@@ -46,12 +46,12 @@ class TestPrompts:
     @pytest.mark.parametrize(
         ("place", "found"),
         [
-            ("in front", [0, 1]),
+            ("before the question", [0, 1]),
             ("labelled", [0, 1]),
             ("numbered by place", [0, 1]),
             ("numbered by rank", []),
-            ("behind a date", []),
-            ("behind the question", []),
+            ("after a date", []),
+            ("after the question", []),
         ],
     )
     def test_of_another_request_with_two_documents_in_the_same_places(self, place: str, found: list[int]) -> None:
@@ -75,11 +75,11 @@ def test_the_suite_finds_what_is_in_front_and_nothing_that_follows_a_difference(
     }
     assert {place for place, _ in cached} == set(PLACES)
     gained = {place: cached[place, "earned"] - cached[place, "retrieval"] for place in PLACES}
-    assert gained["in front"] > 15
-    assert gained["labelled"] == pytest.approx(gained["in front"], abs=2)
-    assert gained["numbered by place"] == pytest.approx(gained["in front"], abs=4)
-    assert gained["numbered by rank"] < gained["in front"] - 3
+    assert gained["before the question"] > 15
+    assert gained["labelled"] == pytest.approx(gained["before the question"], abs=2)
+    assert gained["numbered by place"] == pytest.approx(gained["before the question"], abs=4)
+    assert gained["numbered by rank"] < gained["before the question"] - 3
     # The system prompt's whole blocks, and no more.
-    assert cached["behind the question", "earned"] == cached["behind the question", "retrieval"] < 10
-    assert cached["behind a date", "earned"] == cached["behind a date", "retrieval"] < 10
+    assert cached["after the question", "earned"] == cached["after the question", "retrieval"] < 10
+    assert cached["after a date", "earned"] == cached["after a date", "retrieval"] < 10
     assert "documents numbered by rank" in page_of(tmp_path)

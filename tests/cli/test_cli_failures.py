@@ -109,9 +109,9 @@ class TestCounts:
 class TestWords:
     def test_the_columns_and_policies_of_bench_are_explained(self) -> None:
         said = " ".join(invoke("bench", "--limit", "20", "--policy", "earned", "--policy", "prefix").output.split())
-        assert "Saved: cached tokens beyond retrieval order, for each prompt of which a document moves" in said
+        assert "Saved: cached tokens beyond retrieval order, for each prompt with a document that moves" in said
         assert "moved: places between a document and its retrieval rank, on average" in said
-        assert "predicted: requests of which the policy predicted the cached tokens to within one block" in said
+        assert "predicted: requests whose cached tokens the policy predicted to within one block" in said
         assert "ragorder (earned): the default" in said and "prefix: the longest cached prefix" in said
         assert "oracle" not in said, "of what is not in the table nothing is said"
 

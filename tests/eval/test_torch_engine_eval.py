@@ -530,8 +530,8 @@ class TestPrefill:
         assert done.exit_code == 0, done.output
         whole = self.system + 60
         shares = ("0%", "5%", "15%", "30%", "100%")
-        arms = ["exact prefix", "exact prefix, exact request", *(f"fused, {share} anew" for share in shares)]
-        arms += [f"fused, {share} anew{HALF}" for share in shares[:-1]]
+        arms = ["exact prefix", "exact prefix, exact request", *(f"fused, {share} recomputed" for share in shares)]
+        arms += [f"fused, {share} recomputed{HALF}" for share in shares[:-1]]
         for tier in ("device", "host", "disk"):
             lines = [line for line in measured(tmp_path) if line["cell"]["stored"] == tier]
             found = {line["policy"]: line["rows"][tier] for line in lines}
@@ -544,7 +544,7 @@ class TestPrefill:
         done = run("embedded-fused", tmp_path, *small, "stored=host")
         assert done.exit_code == 0, done.output
         lines = measured(tmp_path)
-        blocked = {"exact prefix", *FUSED} - {"fused, 30% anew"}
+        blocked = {"exact prefix", *FUSED} - {"fused, 30% recomputed"}
         arms = {"nothing", "exact prefix", *FUSED, *(f"{arm}{BLOCKING}" for arm in blocked)}
         assert {line["policy"] for line in lines} == arms
         least = 3 * 60 + self.system

@@ -45,6 +45,18 @@ def test_docstrings_are_plain(folder: str) -> None:
     assert not said
 
 
+@pytest.mark.parametrize("folder", ["eval", "benchmarks"])
+def test_reports_and_suites_are_plain(folder: str) -> None:
+    said = {}
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        nodes = ast.walk(ast.parse(path.read_text("utf-8")))
+        texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        said[str(path)] = found("\n".join(texts).replace("none: ", ""))
+    said |= {str(path): found(path.read_text("utf-8")) for path in sorted((ROOT / folder).rglob("*.toml"))}
+    assert len(said) > 50
+    assert {path: words for path, words in said.items() if words} == {}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_pages_are_plain(page: Path) -> None:
     prose = re.sub(r"```.*?```|`[^`]*`", "", page.read_text("utf-8"), flags=re.DOTALL)

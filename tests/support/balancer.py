@@ -1,4 +1,4 @@
-"""A balancer in front of replicas of one engine."""
+"""A balancer before replicas of one engine."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def replicas_in(folder: Path) -> list[ReplicaProcess]:
 
 
 class FakeReplica:
-    """Makes the proxy in front of a fake engine, a server in a thread, whose gate is open where `folder` says so."""
+    """Makes the proxy before a fake engine, a server in a thread, whose gate is open where `folder` says so."""
 
     def __init__(self, folder: Path, *, capacity_tokens: int = 16_384) -> None:
         self.folder = folder

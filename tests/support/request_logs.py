@@ -30,7 +30,7 @@ def document(name: str, sentences: int = 6) -> str:
 
 
 def chat(documents: Sequence[str], question: str, *, system: str = SYSTEM, model: str = MODEL) -> dict[str, Any]:
-    """One turn, with the documents in front of the question."""
+    """One turn, with the documents before the question."""
     content = "".join(map(document, documents)) + f"Question: {question}"
     return {
         "model": model,

@@ -111,7 +111,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 def proxy_to(far_end: Any, orderer: Orderer | None = None, **options: Any) -> Any:
-    """The proxy in front of an application that no server serves."""
+    """The proxy before an application that no server serves."""
     from ragorder.adapters.proxy import make_app
 
     options = {"upstream": "http://far.end", "make_transport": lambda: httpx2.ASGITransport(far_end)} | options

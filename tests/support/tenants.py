@@ -45,7 +45,7 @@ class _Engine(SimEngine):
 
 
 class Tenants:
-    """Requests of many tenants, with a prompt of its own each, in front of one engine, `in_flight` at a time.
+    """Requests of many tenants, with a prompt of its own each, to one engine, `in_flight` at a time.
 
     An answer is generated just before its request ends, and takes blocks only then; its last token takes none (vLLM).
     With `tell_every` an orderer follows the engine's events, told after so many requests. `apart` gives each tenant an

@@ -213,17 +213,17 @@ _MOST = 103.0
 
 _CHAT_WORDS: Mapping[str, str] = {
     "automatic": "appended as retrieved, the provider's automatic mark",
-    "system prompt": "appended, a mark behind the system prompt (ContextPilot's adapters)",
+    "system prompt": "appended, a mark after the system prompt (ContextPilot's adapters)",
     "sorted by id, four": "appended sorted by id, four marks",
     _OURS: "ragorder's turns for the cloud",
 }
 
 _WORDS: Mapping[str, str] = {
     "automatic": "as retrieved, the provider's automatic mark",
-    "system prompt": "any order, a mark behind the system prompt (ContextPilot's adapters)",
-    "end": "as retrieved, marks behind system prompt and documents",
+    "system prompt": "any order, a mark after the system prompt (ContextPilot's adapters)",
+    "end": "as retrieved, marks after system prompt and documents",
     "sorted by id, four": "sorted by id, four marks",
-    "engine order, end": "ordered as for an engine, marks behind system prompt and documents",
+    "engine order, end": "ordered as for an engine, marks after system prompt and documents",
     "engine order, four": "ordered as for an engine, four marks",
     _OURS: "ragorder for the cloud",
 }
@@ -266,7 +266,7 @@ def _note(block: Block) -> str:
     requests = max(len(run.rows["prompt_tokens"]) for run in block.runs)
     return (
         f"Of what the prompts cost without a cache. Mean of {block.seeds} seeds (in brackets their range), "
-        f"{requests:,} requests each. Predicted: requests of which the cached tokens were predicted exactly"
+        f"{requests:,} requests each. Predicted: requests whose cached tokens were predicted exactly"
         f"{' (to a token a turn)' if block.cell.converses else ''}."
     )
 

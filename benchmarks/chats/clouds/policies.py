@@ -68,7 +68,7 @@ def make_text(number: int, tokens: int) -> str:
 
 
 Marks = Callable[[int], Sequence[int]]
-"""The places of marks among so many documents."""
+"""The places of marks, by the number of documents."""
 
 
 class CloudPolicy:

@@ -146,7 +146,7 @@ def _table(group: _Group) -> Table:
     removed = _removed(group)
     if removed is not None:
         change = f"{'removes' if removed >= 0 else 'adds'} {format_number(100 * abs(removed))} %"
-        table.note += f"; preprocessing behind {cell.neighbours} similar ones {change} in the second layer"
+        table.note += f"; preprocessing after {cell.neighbours} similar ones {change} in the second layer"
     related = next((run.facts["related"] for run in group.runs(PREPROCESSED) if "related" in run.facts), None)
     if related is not None:
         any_of_them, of_them = (format_number(100 * share) for share in related)

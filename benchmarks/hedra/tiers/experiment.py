@@ -45,7 +45,7 @@ _K = 1
 
 
 class HybridCell(SuiteCell):
-    """Searches of an index of which memory holds the share `held`; `skew`: work in a fifth of the clusters."""
+    """Searches of an index whose share `held` is in memory; `skew`: work in a fifth of the clusters."""
 
     corpus: str | None = None
     held: float = Field(0.2, gt=0, lt=1)
@@ -225,7 +225,7 @@ def _hit_share(group: RecordGroup[Any]) -> float:
 
 def _table(cells: Cells, baseline: str) -> Table:
     held = [f"{format_number(100 * cell.held, 0)} % held" for cell, _ in cells]
-    table = Table(f"An index of which memory holds a part: {_name(cells)}", ["", *held])
+    table = Table(f"An index that memory holds in part: {_name(cells)}", ["", *held])
     possible = []
     for cell, group in cells:
         shares = [run.facts["skew"][f"{cell.held:g}"] for run in group.runs()]

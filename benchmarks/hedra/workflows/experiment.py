@@ -247,7 +247,7 @@ def _speculation(runs: _Runs) -> Iterator[Table]:
 
 def _ahead(runs: _Runs) -> Iterator[Table]:
     kinds = {"": "generations", "near_": "of these one stage ahead", "search_": "searches"}
-    table = Table("Right of what ran ahead of need, %", ["", *kinds.values()])
+    table = Table("Right of what ran speculatively, %", ["", *kinds.values()])
     for setting, systems in runs.items():
         for policy, rates in systems.items():
             records = [record for each in rates.values() for record in each if "near_speculations" in record.facts]

@@ -15,7 +15,7 @@ from ragorder.trie.policies import POLICIES
 
 PLAIN, NOTHING, NO_CACHE = "transformers", "nothing", "no cache"
 PREFIX = "exact prefix"
-FUSED = {f"fused, {share:.0%} anew": share for share in (0.0, 0.05, 0.15, 0.3, 1.0)}
+FUSED = {f"fused, {share:.0%} recomputed": share for share in (0.0, 0.05, 0.15, 0.3, 1.0)}
 """Shares of the reused tokens recomputed, by arm."""
 
 BLOCKING = ", blocking loads"

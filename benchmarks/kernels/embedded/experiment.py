@@ -261,7 +261,7 @@ def _prefill(group: _Group) -> Table:
         table.rows.append([*row, Entry(" / ".join(dict.fromkeys(verdicts)) or "–", bound)])
     blocks = any(arm.endswith(BLOCKING) for arm in group.policies)
     table.note = (
-        f"{cell.documents} documents of {cell.document_tokens} tokens behind {cell.system_tokens}, a question of "
+        f"{cell.documents} documents of {cell.document_tokens} tokens after {cell.system_tokens}, a question of "
         f"{cell.question_tokens}. Medians of {cell.repeats} turns × seeds {_seeds(group)}, with 95 % intervals."
         + " Wall time: mean of the batch; CPU time and tokens: the batch's, CPU time divided by it." * (cell.batch > 1)
         + " Blocking loads: the engine waits for them, request by request." * blocks

@@ -36,10 +36,10 @@ _COLD = (
     "Every request has a salt of its own, so that the system prompt is never cached: each one is a cold start. "
     "Retrieval is a pause. Medians; in brackets 95 % intervals of the ratio of medians. The bound is "
     "max(T_ret, T_sys) + T_docs of each request; T_sys (the system prompt by itself) and T_docs (the whole prompt "
-    "behind it) were measured in turn with both modes. It holds if the median is at most 10 % above."
+    "after it) were measured in turn with both modes. It holds if the median is at most 10 % above."
 )
 _SPECULATION = (
-    "T2 is the search in front of the answer, T1 what is left of it with speculation (RAGCache Table 3): means, one "
+    "T2 is the search before the answer, T1 what is left of it with speculation (RAGCache Table 3): means, one "
     "request at a time. Embedding the question counts in neither. Each mode is a tenant with a cache of its own. A "
     "search is stretched: each stage of the real one waits for its share of the time, as for a database on another "
     "machine. Extra prefill: prompt tokens that the server says it computed, beyond those without speculation. "
@@ -134,7 +134,7 @@ def _speculation(suite: Suite, groups: Sequence[_Group]) -> list[Table]:
     headings = ["search", "T2, ms", "T1, ms", "T2 / T1", "TTFT mean, ms", "TTFT p50, ms", "TTFT p95, ms"]
     headings += ["right, %", "extra prefill, %"]
     paper = any(_beside(suite, lines) for lines in groups)
-    table = Table("Search in front of the answer", [*headings, *["paper: T2 / T1"] * paper])
+    table = Table("Search before the answer", [*headings, *["paper: T2 / T1"] * paper])
     for lines, seeds in zip(groups, _seeds(groups)[0], strict=True):
         exposed = _compare(lines, "none", "speculative", "exposed_ms", statistic="mean", better="lower")
         row = [

@@ -263,7 +263,7 @@ def _scheduling(lines: Sequence[ReplacementRecord]) -> list[Table]:
         row = [Entry(f"{nodes:,}"), Entry(_words(policy)), *map(_spread, times)]
         table.rows.append([*row, Entry(holds, "required" if nodes == _NODES else "")])
     loads = sorted(line.load_average for line in lines if line.load_average is not None)
-    load = f" Load average in front of each run: {loads[0]} to {loads[-1]}." if loads else ""
+    load = f" Load average before each run: {loads[0]} to {loads[-1]}." if loads else ""
     table.note = f"{_TIMED}{load}"
     return [table]
 

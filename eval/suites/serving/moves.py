@@ -37,7 +37,7 @@ def moves_table(groups: Sequence[Group], baseline: str, *, short: bool = False) 
             entries = [*shares, places, format_number(_saved(group, policy, baseline), 0)]
             table.rows.append([Entry(group.label), *map(Entry, (policy_words(policy), *entries))])
     table.note = (
-        "Saved: cached tokens beyond retrieval order, for each prompt of which a document moves. With nothing cached: "
+        "Saved: cached tokens beyond retrieval order, for each prompt with a document that moves. With nothing cached: "
         "of all prompts."
     )
     return table

@@ -356,4 +356,4 @@ def _depth(group: Group) -> Picture | None:
     caption = "Whole documents from the first one on that were in the cache. Nothing was timed."
     shown: dict[str, Any] = {"alt": said, "caption": caption, "looks": {}, "adjust": adjust}
     title = titled("Hit depth", group.label)
-    return draw_lines(title, points, "at least so many documents cached", "requests, %", **shown)
+    return draw_lines(title, points, "at least this many documents cached", "requests, %", **shown)

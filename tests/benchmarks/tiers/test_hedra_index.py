@@ -58,4 +58,4 @@ def test_the_suite_runs(tmp_path: Path) -> None:
     options = ("--seeds", 0, "--limit", 60)
     run_suites(tmp_path, "hedra-index", *options, vectors=3000, dimensions=16, held="0.2,0.5", corpus="")
     shown = page_of(tmp_path)
-    assert "An index of which memory holds a part: 3,000 random vectors, 69 % in a fifth" in shown
+    assert "An index that memory holds in part: 3,000 random vectors, 69 % in a fifth" in shown
