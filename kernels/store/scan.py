@@ -130,8 +130,7 @@ class Survey:
 def survey(folder: Path) -> Survey | None:
     root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        identity = read_identity(root)
-        if identity is None and not (folder / CHUNKS).is_dir():
+        if not (folder / CHUNKS).is_dir():
             return None
         count = size = unfinished = 0
         oldest = newest = None
@@ -144,6 +143,7 @@ def survey(folder: Path) -> Survey | None:
             written = status.st_mtime
             oldest = written if oldest is None else min(oldest, written)
             newest = written if newest is None else max(newest, written)
+        identity = read_identity(root)
         noted = None if identity is None else str(identity["identity"])
         return Survey(count, size, unfinished, oldest, newest, noted, _lock_holder(root))
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -28,7 +29,7 @@ from support.requests import CERTIFICATES, CHAT, ROLE, TOKEN, get, plain, post
 from support.rings import length
 from support.serve_process import Served
 from support.streamed_answer import StreamedAnswer, stream
-from support.waiting import eventually
+from support.waiting import eventually, until
 
 from ragorder import Orderer
 from ragorder.adapters.proxy import AdmissionQueue, Fleet, ReplicaAddress, make_app
@@ -490,6 +491,28 @@ class TestAFleet:
                 Fleet([ReplicaAddress("http://a:1", Orderer()), ReplicaAddress(same, Orderer())])
         with pytest.raises(ValueError, match="its own orderer"):
             Fleet([ReplicaAddress("http://a:1", orderer), ReplicaAddress("http://b:1", orderer)])
+
+    async def test_is_not_checked_any_more_once_its_application_has_shut_down(self) -> None:
+        """Other applications may go on in the same event loop."""
+        before = asyncio.all_tasks()
+        asked: list[Any] = []
+
+        async def far_end(scope: Any, receive: Any, send: Any) -> None:
+            asked.append(scope)
+            await requests.echo(scope, receive, send)
+
+        fleet = Fleet([ReplicaAddress("http://far.end", Orderer())], check_s=0.01)
+        app = requests.proxy_to(far_end, upstream=fleet)
+        given: asyncio.Queue[Any] = asyncio.Queue()
+        lifespan = asyncio.create_task(app({"type": "lifespan"}, given.get, asyncio.Queue().put))
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://proxy") as client:
+            assert (await client.get("/own")).status_code == 200
+        # The request, and a check.
+        await until(lambda: len(asked) > 1)
+        for event in ("startup", "shutdown"):
+            given.put_nowait({"type": f"lifespan.{event}"})
+        await lifespan
+        await until(lambda: asyncio.all_tasks() <= before)
 
     def test_shows_its_replicas_in_metrics_without_their_addresses(self, proxy: MakeProxy, start: Start) -> None:
         registry = CollectorRegistry()

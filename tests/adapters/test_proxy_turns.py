@@ -17,7 +17,7 @@ pytest.importorskip("starlette")
 
 from support.bodies import Bodies
 from support.inside import scopes_of
-from support.requests import TEMPLATE, assistant, echo, proxy_to, user, written
+from support.requests import TEMPLATE, RecordingOrderer, assistant, echo, proxy_to, user, written
 from support.rings import length
 
 from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments, TemplateError
@@ -153,10 +153,13 @@ class TestEarlierTurns:
     @ROUTES
     def test_that_are_not_known_stay_as_they_are(self, route: Route) -> None:
         """The engine may have them from before this proxy."""
-        proxy = Proxy()
+        orderer = RecordingOrderer()
+        proxy = Proxy(orderer=orderer)
         proxy.sent(*route(user(written("ab") + "\nOther?")))
         body = route(FIRST, *LATER)
         assert proxy.sent(*body) == body[1]
+        # The order that was not sent does not stay in flight.
+        assert [outcome.served for outcome in orderer.finished] == [True, False, True]
 
     @ROUTES
     def test_that_another_process_has_sent_are_those_that_the_engine_holds(self, route: Route) -> None:

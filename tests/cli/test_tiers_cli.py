@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -243,6 +244,13 @@ class TestFolderStats:
         store = ChunkStore(folder, 1 << 20, "somebody")
         assert json.loads(stats(folder, "--json").output)["locked_by"]
         store.close()
+        # Its note may be lost: each chunk has the identity, too.
+        (folder / "identity").unlink()
+        assert json.loads(stats(folder, "--json").output) == found | {"identity": None}
+
+    def test_without_the_folder_of_chunks_it_is_no_tier(self, folder: Path) -> None:
+        shutil.rmtree(folder / "chunks")
+        assert "is neither a disk tier nor a build" in " ".join(stats(folder).output.split())
 
 
 @pytest.mark.parametrize(

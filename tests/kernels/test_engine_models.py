@@ -344,6 +344,16 @@ def test_a_window_that_the_configuration_has_but_a_layer_does_not_is_refused() -
         TieredEngine(model, settings=SETTINGS)
 
 
+def test_a_model_whose_layers_have_different_heads_is_refused() -> None:
+    model = make_model("Llama")
+    attention = model.model.layers[1].self_attn
+    size, width = model.config.hidden_size, 2 * attention.q_proj.out_features
+    attention.q_proj, attention.o_proj = torch.nn.Linear(size, width), torch.nn.Linear(width, size)
+    attention.num_key_value_groups *= 2
+    with pytest.raises(UnsupportedModelError, match="the shapes of heads differ between its layers"):
+        TieredEngine(model, settings=SETTINGS)
+
+
 def test_a_model_with_an_undeclared_effect_is_refused_by_its_logits() -> None:
     model = make_model("Llama")
     forward = type(model.model.layers[0].self_attn).forward

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 
 from hypothesis import given
 from hypothesis import strategies as st
+from support.waiting import eventually
 
 from ragorder.kernels.offload.feeder import LayerBuffer
 from ragorder.kernels.offload.ring import LayerRing, Slot
@@ -167,6 +168,18 @@ class TestSlots:
         assert (len(ring), ring.ahead) == (0, [])
         with pytest.raises(MemoryError, match="no buffer"):
             ring.take(0)
+
+    def test_closing_waits_for_the_read_that_has_begun_and_begins_no_other(self, make: Make) -> None:
+        source = Source(held=True)
+        ring = make(source, 3, 6)
+        assert source.begun.acquire(timeout=30)
+        closer = threading.Thread(target=ring.close)
+        closer.start()
+        assert eventually(lambda: not ring.ahead)
+        assert closer.is_alive()
+        source.let.release()
+        closer.join(30)
+        assert not closer.is_alive() and not source.begun.acquire(blocking=False)
 
     @given(steps=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=12))
     def test_whatever_the_slots_and_wherever_a_forward_ends_each_layer_is_itself(

@@ -96,12 +96,14 @@ class TestPlan:
         smaller = plan(10 * 1000 + 499 + 6400 + of.kv(256), 5000, of)
         assert smaller.streams and smaller.slots == 3 and smaller.device_layers < 10
 
-    def test_one_layer_and_one_request_suffice_and_a_byte_less_says_what_is_missing(self) -> None:
-        of = needs(10)
-        least = 500 + 1000 + 6400 + of.kv(256)
+    @pytest.mark.parametrize("layer", [1000, 10_000])
+    def test_one_layer_and_one_request_suffice_and_a_byte_less_says_what_is_missing(self, layer: int) -> None:
+        of = needs(10, layer)
+        least = 500 + layer + 6400 + of.kv(256)
         made = plan(least, 0, of)
         assert (made.slots, made.device_layers, made.blocks, made.host_layers) == (1, 0, 16, 0)
-        with pytest.raises(BudgetError, match=rf"device_bytes is {least - 1}, and 1 bytes are missing.*one layer 1000"):
+        said = rf"device_bytes is {least - 1}, and 1 bytes are missing.*one layer {layer}"
+        with pytest.raises(BudgetError, match=said):
             plan(least - 1, 0, of)
         with pytest.raises(BudgetError, match=r"is 3072, .*Give device_bytes"):
             plan(3072, 0, of)

@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 import os
+import re
 import shutil
 import threading
 from collections import Counter
@@ -761,13 +762,22 @@ def folder(model: Any, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def lacks_a_weight(folder: Path) -> None:
-    """transformers would fill in random numbers."""
-    from safetensors.torch import load_file, save_file
+LOST = ("0.mlp.up_proj", "1.mlp.down_proj", "1.mlp.gate_proj", "1.mlp.up_proj")
+LOST_NAMES = ", ".join(re.escape(f"model.layers.{name}.weight") for name in LOST[:3])
 
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+def lacks_weights(*names: str) -> Callable[[Path], None]:
+    """transformers would fill in random numbers."""
+
+    def spoil(folder: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(folder / "model.safetensors")
+        for name in names:
+            del weights[f"model.layers.{name}.weight"]
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return spoil
 
 
 def has(name: str, text: str) -> Callable[[Path], object]:
@@ -802,7 +812,8 @@ class TestLoading:
             (has("config.json", '{"model_type": "vit"}'), {}, UnsupportedModelError, "vit"),
             (lacks("model.safetensors"), {}, ModelLoadError, r"weights cannot be read.*model\.safetensors"),
             (lambda folder: os.truncate(folder / "model.safetensors", 5000), {}, ModelLoadError, "cannot be"),
-            (lacks_a_weight, {}, ModelLoadError, r"lacks 1 of its weights: model\.layers\.1\.mlp\.up_proj\.weight"),
+            (lacks_weights(*LOST[:3]), {}, ModelLoadError, rf"lacks 3 of its weights: {LOST_NAMES}$"),
+            (lacks_weights(*LOST), {}, ModelLoadError, rf"lacks 4 of its weights: {LOST_NAMES}, …$"),
             (has("tokenizer.json", "{"), {}, ModelLoadError, "tokenizer"),
             *((lambda _: None, {"device": device}, ValueError, device) for device in ("cuda:77", "meta", "toaster")),
             (lambda _: None, {"max_model_len": 2000}, ValueError, "exact only up to 1024"),

@@ -79,7 +79,7 @@ def _lists(text: str) -> Iterator[list[_Span]]:
         if place < len(lines) and lines[place][0] == lines[place][1]:
             place += 1
         items, place = _items(text, lines, place)
-        if len(items) > 1 and not _is_sorted([text[start + 2 : end] for start, end in items]):
+        if not _is_sorted([text[start + 2 : end] for start, end in items]):
             yield items
 
 
@@ -101,7 +101,7 @@ def _is_heading(line: str) -> bool:
 
 
 def _items(text: str, lines: list[_Span], place: int) -> tuple[list[_Span], int]:
-    """Return the list's entries from a line on (none if its end is unclear), and the line after it."""
+    """Return the list's entries from a line on (none for a single one or an unclear end), and the line after it."""
     items: list[_Span] = []
     bullet, gaps, empty = None, set(), 0
     while place < len(lines):
