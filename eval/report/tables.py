@@ -8,6 +8,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table as RichTable
     from rich.text import Text
 
@@ -19,6 +20,7 @@ _UNBROKEN = 16
 """Characters of the longest field that is never wrapped on the console."""
 _HEADING = 16
 """Characters of a line of a heading there."""
+_ANY_WIDTH = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,26 +72,49 @@ class Table:
         """Rule a line below the rows so far, on the console."""
         self.dividers.append(len(self.rows))
 
-    def __rich__(self) -> RichTable:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the table, in parts with the same labels if it is wider than the console."""
+        from rich.measure import Measurement
+        from rich.text import Text
+
+        labels, unbounded = range(min(self.labels, len(self.headings))), options.update(width=_ANY_WIDTH)
+        parts: list[list[int]] = [[]]
+        for place in range(self.labels, len(self.headings)):
+            if parts[-1]:
+                wider = self._columns([*labels, *parts[-1], place])
+                if Measurement.get(console, unbounded, wider).minimum > options.max_width:
+                    parts.append([])
+            parts[-1].append(place)
+        for number, part in enumerate(parts, 1):
+            table = self._columns([*labels, *part])
+            table.title = Text(self.title) if self.title and number == 1 else None
+            table.caption = Text(self.note) if self.note and number == len(parts) else None
+            yield table
+
+    def _columns(self, places: Sequence[int]) -> RichTable:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable(
-            title=Text(self.title) if self.title else None, caption=Text(self.note) if self.note else None
-        )
-        for place, heading in enumerate(self.headings):
-            words = place < self.labels
-            fields = [row[place] for row in self.rows]
+        table = RichTable()
+        for place in places:
+            heading, fields = self.headings[place], [row[place] for row in self.rows]
             whole = all((len(each.text) <= _UNBROKEN or " " not in each.text) and not each.note for each in fields)
-            justify: Literal["left", "right"] = "left" if words else "right"
-            style = "bold" if place == 0 else ""
-            # No word of a label is broken, except very long ones.
-            longest = max((len(word) for each in fields for word in each.text.split()), default=0) if words else 0
-            width = min(longest, _UNBROKEN)
+            words = place < self.labels
             lines = heading if "\n" in heading else fill(heading, _HEADING, break_long_words=False)
-            table.add_column(Text(lines), justify=justify, no_wrap=whole, overflow="fold", style=style, min_width=width)
-        for place, row in enumerate(self.rows, 1):
-            table.add_row(*row, end_section=place in self.dividers)
+            # No figure is broken and no word of a label, except very long ones.
+            texts = [lines, *(each.text for each in fields)]
+            kept = [part for text in texts for part in (text.splitlines() if whole else text.split())]
+            width = max(map(len, kept), default=0)
+            table.add_column(
+                Text(lines),
+                justify="left" if words else "right",
+                no_wrap=whole,
+                overflow="fold",
+                style="bold" if place == 0 else "",
+                min_width=width if whole else min(width, _UNBROKEN),
+            )
+        for number, row in enumerate(self.rows, 1):
+            table.add_row(*(row[place] for place in places), end_section=number in self.dividers)
         return table
 
     def markdown(self, level: str = "##") -> Iterator[str]:

@@ -29,6 +29,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
 from click.testing import CliRunner
+from rich.console import Console
 
 from ragorder.cli import main
 from ragorder.eval.cli.report import eval_report as report_command
@@ -326,6 +327,21 @@ class TestTables:
         untimed = next(section for section in report.sections if section.suite.name == "figure-3").tables
         assert {f"TTFT {name}, ms" for name in ("p50", "p95", "p99", "mean")} <= set(timed.headings)
         assert not [table for table in untimed if "TTFT" in table.title]
+
+    @pytest.mark.parametrize("width", [50, 80, 200])
+    def test_have_all_columns_on_any_console(self, width: int) -> None:
+        figures = ["TTFT p50, ms", "TTFT p95, ms", "exposed, ms", "cached, %", "right", "tokens wasted", "failed"]
+        table = Table("Times", ["retrieval", "mode", *figures], labels=2, note="From the question.")
+        table.add("mix8, 60 ms", "none", Entry("71.25", "+3 % [1, 5]", "worse"), *(f"{n},000" for n in range(6)))
+        with (console := Console(width=width)).capture() as shown:
+            console.print(table)
+        lines = shown.get().splitlines()
+        assert max(map(len, lines)) <= width
+        words = re.findall(r"[\w.,%]+", shown.get())
+        assert {*" ".join(figures).split(), "71.25", *(f"{n},000" for n in range(6))} <= {*words}
+        parts = words.count("mix8,")
+        assert (words.count("none"), words.count("Times"), words.count("question.")) == (parts, 1, 1)
+        assert parts == {50: 4, 80: 2, 200: 1}[width]
 
     def test_a_policy_that_changes_nothing_makes_no_difference(self, tmp_path: Path) -> None:
         rng = np.random.default_rng(0)
