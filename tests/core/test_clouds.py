@@ -156,6 +156,15 @@ class TestOrders:
             assert (ordering.breakpoints, ordering.cached_tokens) == ((), 0)
             assert ordering.cost is not None and ordering.cost.share == 1
 
+    @pytest.mark.parametrize("missing", [0, 1])
+    def test_a_prompt_of_exactly_the_minimum_is_cached(self, missing: int) -> None:
+        _, builder, _ = make()
+        end = builder.prefix_tokens + sum(map(builder.document_tokens, DOCUMENTS))
+        rules = CacheRules("mine", minimum_tokens=end + missing, write=1.0)
+        orderer = Orderer.for_cloud(rules=rules, builder=builder, strict=True)
+        serve(orderer, DOCUMENTS)
+        assert orderer.order(DOCUMENTS).cached_tokens == (0 if missing else end)
+
     def test_caches_with_intervals_need_no_marks(self) -> None:
         orderer, builder, _ = make("openai", "gpt-5.4")
         serve(orderer, DOCUMENTS)
