@@ -286,6 +286,17 @@ class TestReports:
         ordering.confirm(0, prompt_tokens=4000, written_tokens=0)
         assert orderer.order(DOCUMENTS).cached_tokens == 0
 
+    @pytest.mark.parametrize(("percent", "kept"), [(85, True), (50, False)])
+    def test_reports_correct_estimated_lengths_only_if_clearly_different(self, percent: int, kept: bool) -> None:
+        rules = CacheRules("mine", marks=1, lookback_parts=20, write=1.0)
+        orderer = Orderer.for_cloud(rules=rules, builder=PromptBuilder(SYSTEM), strict=True)
+        for documents in (DOCUMENTS[:4], DOCUMENTS):
+            serve(orderer, documents)
+        ordering = orderer.order(DOCUMENTS)
+        assert ordering.prefix_documents == 5
+        ordering.confirm(ordering.cached_tokens * percent // 100)
+        assert orderer.order(DOCUMENTS[:4]).prefix_documents == (4 if kept else 0)
+
     @pytest.mark.parametrize(
         ("usage", "read"),
         [
