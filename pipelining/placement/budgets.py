@@ -35,7 +35,7 @@ def device_memory() -> int | None:
     if visible is not None:
         query += ["-i", visible.split(",")[0].strip()]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=_GPU_TIMEOUT_S, check=True).stdout  # noqa: S603
+        answer = subprocess.run(query, capture_output=True, timeout=_GPU_TIMEOUT_S, check=True).stdout  # noqa: S603
         return int(answer.split()[0]) << 20
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None

@@ -288,7 +288,7 @@ def _walk(
         if budgets.unified and placed is not None and placed[1].layers < layers:
             # In unified memory staging is taken from the layers.
             fit = partial(_on_device, min(device, host - model.staging), costs, batch)
-            placed = fit_pool(pool, layers, 0, 0, fit)
+            placed = fit_pool(pool, layers, beside, model.staging, fit)
         if placed is None:
             return
         in_host, found = placed

@@ -283,6 +283,15 @@ class TestLearning:
         world = World(Setup(told_prefix=100, capacity=400_000), 3).run()
         assert set(world.recorder.errors) == {0}
 
+    def test_characters_a_token_are_learnt_from_cached_tokens_alone(self) -> None:
+        orderer = Orderer(prefix_tokens=64, strict=True)
+        shared = Document("shared", "x" * 1600)
+        for number in range(30):
+            # The first ones show only the prefix, the others the 600 tokens of a document as well.
+            documents = [shared, Document(f"own {number}", "y" * 1600)][number < 8 :]
+            orderer.order(documents).confirm(656 if number > 8 else 64 if number else 0)
+        assert ratio_of(orderer) == pytest.approx(1.5, rel=0.01)
+
     @pytest.mark.parametrize("ratio", [0.7, 1.0, 1.5, 2.5])
     def test_characters_a_token_are_learnt(self, ratio: float) -> None:
         world = World(Setup(exact=False, ratio=ratio), 0).run()

@@ -156,6 +156,15 @@ class TestOrders:
             assert (ordering.breakpoints, ordering.cached_tokens) == ((), 0)
             assert ordering.cost is not None and ordering.cost.share == 1
 
+    @pytest.mark.parametrize("missing", [0, 1])
+    def test_a_prompt_of_exactly_the_minimum_is_cached(self, missing: int) -> None:
+        _, builder, _ = make()
+        end = builder.prefix_tokens + sum(map(builder.document_tokens, DOCUMENTS))
+        rules = CacheRules("mine", minimum_tokens=end + missing, write=1.0)
+        orderer = Orderer.for_cloud(rules=rules, builder=builder, strict=True)
+        serve(orderer, DOCUMENTS)
+        assert orderer.order(DOCUMENTS).cached_tokens == (0 if missing else end)
+
     def test_caches_with_intervals_need_no_marks(self) -> None:
         orderer, builder, _ = make("openai", "gpt-5.4")
         serve(orderer, DOCUMENTS)
@@ -276,6 +285,17 @@ class TestReports:
         ordering.readable()
         ordering.confirm(0, prompt_tokens=4000, written_tokens=0)
         assert orderer.order(DOCUMENTS).cached_tokens == 0
+
+    @pytest.mark.parametrize(("percent", "kept"), [(85, True), (50, False)])
+    def test_reports_correct_estimated_lengths_only_if_clearly_different(self, percent: int, kept: bool) -> None:
+        rules = CacheRules("mine", marks=1, lookback_parts=20, write=1.0)
+        orderer = Orderer.for_cloud(rules=rules, builder=PromptBuilder(SYSTEM), strict=True)
+        for documents in (DOCUMENTS[:4], DOCUMENTS):
+            serve(orderer, documents)
+        ordering = orderer.order(DOCUMENTS)
+        assert ordering.prefix_documents == 5
+        ordering.confirm(ordering.cached_tokens * percent // 100)
+        assert orderer.order(DOCUMENTS[:4]).prefix_documents == (4 if kept else 0)
 
     @pytest.mark.parametrize(
         ("usage", "read"),

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, permutations
+from types import SimpleNamespace
 from typing import Any
 from unicodedata import normalize
 
@@ -438,6 +439,7 @@ def test_eight_threads_build_the_same_prompts_as_one(tokenizer: Any) -> None:
         assert list(threads.map(lambda request: shared.build(*request), requests)) == expected
 
 
-def test_a_tokenizer_of_another_kind_is_refused() -> None:
+@pytest.mark.parametrize("other", [str.split, SimpleNamespace(encode=str.split)], ids=["function", "encodes"])
+def test_a_tokenizer_of_another_kind_is_refused(other: Any) -> None:
     with pytest.raises(TypeError, match="AutoTokenizer"):
-        PromptBuilder(SYSTEM, tokenizer=str.split)
+        PromptBuilder(SYSTEM, tokenizer=other)

@@ -166,8 +166,8 @@ class TestAStoreIsADictionaryOnDisk:
         store = open_store(folder)
         with pytest.raises(ValueError, match=said):
             call(store)
-        assert put(store, b"k") and put(store, bytes(1024), bytes(1023) + b"p")
-        assert holds(store, b"k") and holds(store, bytes(1024))
+        assert put(store, b"k") and put(store, b"l", b"k") and put(store, bytes(1024), bytes(1023) + b"p")
+        assert holds(store, b"k") and holds(store, b"l") and holds(store, bytes(1024))
 
     def test_only_its_owner_can_look_into_it(self, folder: Path) -> None:
         before = os.umask(0)

@@ -294,7 +294,10 @@ class TestExplanation:
     def test_names_the_bottleneck(self) -> None:
         said = {
             "the device's computation: all layers are on it": (Budgets(10_000, 10_000), estimate(index=NO_INDEX)),
-            "the bus from host memory": (Budgets(500, 10_000), estimate(index=NO_INDEX)),
+            "the bus from host memory, over which 8 layers are copied": (
+                Budgets(500, 10_000),
+                estimate(index=NO_INDEX),
+            ),
             "the disk, from which generation": (Budgets(500, 150), estimate(index=NO_INDEX)),
             "the disk, from which retrieval": (Budgets(10_000, 150), estimate(disk=1.0)),
         }

@@ -319,6 +319,13 @@ class TestExactness:
         live.end()
         assert live.begin([0]) == (8, 8)
 
+    def test_documents_shorter_than_a_block_are_displaced_with_what_they_follow(self) -> None:
+        live = Live([1, 0, 1, 8, 8], 12, suffix_tokens=3)
+        live.serve([0, 1, 2])
+        live.serve([4, 3])
+        live.begin([3])
+        assert live.serve([0, 2]) == (8, 8)
+
     def test_a_failed_request_does_not_fill_what_it_had_lost(self) -> None:
         live = Live([20, 20, 20], 40, suffix_tokens=3)
         live.serve([0, 1])

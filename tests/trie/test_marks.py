@@ -432,6 +432,14 @@ class TestChoice:
         written = [bool(self.choose(choice, each, -1, 2.0 * now)) for now, each in enumerate(unlike)]
         assert written[0] and not any(written[60:])
 
+    def test_writes_what_has_come_before_where_what_is_new_seldom_comes_again(self) -> None:
+        choice = self.choice(replace(RULES, minimum_tokens=SYSTEM + 1))
+        for number in range(240):
+            # One of 20 comes three times.
+            for again in range(1 if number % 20 else 3):
+                self.choose(choice, chr(1000 + number), -1, 2.0 * number + again / 2)
+        assert [bool(self.choose(choice, "a", -1, 480.0 + again)) for again in range(2)] == [False, True]
+
     def test_of_a_dear_life_writes_only_what_has_been_asked_for(self) -> None:
         choice = self.choice(replace(RULES, ttl_s=3600, write=2.0))
         assert self.choose(choice, "abc") == ()
