@@ -252,11 +252,12 @@ def test_a_small_machine(run: Run, python: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_ray_serve(run: Run) -> None:
     need("ray.serve", "openai", "torch", "transformers")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    printed = run("ray_serve.py", str(port), timeout=300, RAY_USAGE_STATS_ENABLED="0")
+    printed = run("ray_serve.py", str(port), timeout=1200, RAY_USAGE_STATS_ENABLED="0")
     engines = re.findall(r"^engine \w+: (\d+) questions, (\d+) of (\d+) prompt tokens cached$", printed, re.MULTILINE)
     assert sum(int(questions) for questions, _, _ in engines) == 36
     cached, prompts = (sum(int(each[place]) for each in engines) for place in (1, 2))
@@ -265,9 +266,10 @@ def test_ray_serve(run: Run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_ray_data(run: Run) -> None:
     need("ray.data", "pyarrow", "torch", "transformers")
-    printed = run("ray_data.py", timeout=300, RAY_USAGE_STATS_ENABLED="0")
+    printed = run("ray_data.py", timeout=1200, RAY_USAGE_STATS_ENABLED="0")
     saved = re.findall(r"(\d+) of (\d+) document tokens saved$", printed, re.MULTILINE)
     (as_they_come, one_plan, in_shards), (tokens,) = [int(each) for each, _ in saved], {each for _, each in saved}
     assert as_they_come < one_plan < int(tokens)
@@ -276,9 +278,10 @@ def test_ray_data(run: Run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_ray_data_with_vllm(vllm_model: Path, run: Run) -> None:
     pytest.importorskip("ray.data.llm")
-    printed = run("ray_data.py", vllm_model, timeout=400, RAY_USAGE_STATS_ENABLED="0")
+    printed = run("ray_data.py", vllm_model, timeout=1200, RAY_USAGE_STATS_ENABLED="0")
     assert "800 of 800 questions answered, 800 answers" in printed
 
 
