@@ -77,7 +77,13 @@ class Table:
         from rich.measure import Measurement
         from rich.text import Text
 
-        labels, unbounded = range(min(self.labels, len(self.headings))), options.update(width=_ANY_WIDTH)
+        unbounded = options.update(width=_ANY_WIDTH)
+        # With one cell its label is empty.
+        labels = [
+            place
+            for place, heading in enumerate(self.headings[: self.labels])
+            if heading or any(row[place].text for row in self.rows)
+        ]
         parts: list[list[int]] = [[]]
         for place in range(self.labels, len(self.headings)):
             if parts[-1]:
@@ -110,7 +116,7 @@ class Table:
                 justify="left" if words else "right",
                 no_wrap=whole,
                 overflow="fold",
-                style="bold" if place == 0 else "",
+                style="bold" if place == places[0] else "",
                 min_width=width if whole else min(width, _UNBROKEN),
             )
         for number, row in enumerate(self.rows, 1):

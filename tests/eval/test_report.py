@@ -343,6 +343,13 @@ class TestTables:
         assert (words.count("none"), words.count("Times"), words.count("question.")) == (parts, 1, 1)
         assert parts == {50: 4, 80: 2, 200: 1}[width]
 
+    def test_have_no_empty_column_on_the_console(self) -> None:
+        table = Table("Times", ["", "policy", "ms"], labels=2)
+        table.add("", "free", "3")
+        with (console := Console(width=80)).capture() as shown:
+            console.print(table)
+        assert re.findall(r"[^│\s]+|│", shown.get().splitlines()[4]) == ["│", "free", "│", "3", "│"]
+
     def test_a_policy_that_changes_nothing_makes_no_difference(self, tmp_path: Path) -> None:
         rng = np.random.default_rng(0)
         runs = [
