@@ -1,4 +1,4 @@
-"""The embedded engine as a server: OpenAI's API on a real engine with a small model, alone and after the proxy."""
+"""The embedded engine as a server: OpenAI's API on a real engine with a small model, alone and through the proxy."""
 
 from __future__ import annotations
 
@@ -669,9 +669,9 @@ class TestFusion:
             for name, fields in bodies:
                 assert (await refusal(fused, COMPLETIONS, {"prompt": "a", **fields}))["param"] == name
         await complete(client, reuse="exact")
-        for refused in ({"reuse": "fused"}, {"recompute": 0.1}, {"select": "head"}):
-            error = await refusal(client, COMPLETIONS, {"prompt": "a", **refused})
-            assert "start it with --reuse fused" in error["message"] and error["param"] in refused
+        for option in ({"reuse": "fused"}, {"recompute": 0.1}, {"select": "head"}):
+            error = await refusal(client, COMPLETIONS, {"prompt": "a", **option})
+            assert "start it with --reuse fused" in error["message"] and error["param"] in option
 
 
 REFUSED: dict[str, list[Any]] = {
@@ -1214,8 +1214,8 @@ FIELDS = [
 # fmt: on
 
 
-class TestAfterTheProxy:
-    """The same after the proxy, as `ragorder serve` puts them together."""
+class TestThroughTheProxy:
+    """The same through the proxy, as `ragorder serve` puts them together."""
 
     @pytest.fixture
     def proxied(self, worker: EngineWorker) -> Any:
@@ -1734,7 +1734,8 @@ class TestOptions:
         assert words in re.sub(r"\s+", " ", command.result.stderr)
 
     def test_a_model_is_required(self, serving: Serving) -> None:
-        assert "Missing option '--model'" in serving(model=None).result.stderr
+        result = serving(model=None).result
+        assert result.exit_code != 0 and "Missing option '--model'" in result.stderr
 
     @pytest.mark.parametrize(
         ("options", "kept"), [(["--device-bytes", "64KiB"], "128"), (["--device-tokens", "3"], None)]

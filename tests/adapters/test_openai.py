@@ -622,6 +622,7 @@ BEFORE_FIRST_TOKEN = {
     "cut after the role": (Response([ROLE], "cut"), CUT, True),
     "over after the role": (Response([ROLE], "eof"), openai.APIConnectionError, True),
     "error in the stream": (error_in_stream(500), openai.APIError, True),
+    "error at once": (Response([{"error": {"message": "x", "code": 500}}]), openai.APIError, True),
     "busy in the stream": (error_in_stream(429), openai.APIError, True),
     "unknown error in the stream": (error_in_stream(None), openai.APIError, True),
     "refusal in the stream": (error_in_stream(400), openai.APIError, False),
@@ -1092,6 +1093,21 @@ class TestConversation:
         assert (chat.turn.new, chat.turn.repeated) == ([DOCUMENTS[2]], [DOCUMENTS[1]])
         assert [request["cache_salt"] for request in server.requests] == ["tenant", "tenant"]
         assert connect.orderer.finished == [CONFIRMED_GOOD] * 2
+
+    def test_a_failed_turn_leaves_the_messages_as_they_were(self, connect: Connect, server: Server) -> None:
+        made = connect(retries=0)
+        conversation = made.client.conversation()
+        finished(made, conversation.ask(QUERY, DOCUMENTS))
+        before = list(conversation.messages)
+        for response in (error(500), error(400), Response([ROLE, chat("Hel")], "cut")):
+            server.plays(response)
+            with pytest.raises((openai.APIError, httpx.TransportError)):
+                finished(made, conversation.ask("And?", DOCUMENTS))
+            assert conversation.messages == before
+        finished(made, conversation.regenerate())
+        failed, again = (request["messages"] for request in server.requests[-2:])
+        assert again == failed
+        assert conversation.messages == [*again, self.ANSWER]
 
     def test_a_broken_stream_is_one_turn(self, connect: Connect, server: Server) -> None:
         server.plays(Response([ROLE, chat("Hel")], "cut"))

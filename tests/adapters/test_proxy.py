@@ -504,8 +504,9 @@ class TestScopes:
         assert far_end.last.json["cache_salt"] == "tenant-1"
 
     def test_the_salt_and_the_scope_are_the_same_tenant(self, proxy: Proxy, orderer: RecordingOrderer) -> None:
-        for salt, scope in (("t", None), ("t", "t"), (None, "t")):
-            body = tagged("ab", cache_salt=salt)
+        salts: list[dict[str, Any]] = [{"cache_salt": "t"}, {}, {"cache_salt": "t"}, {"cache_salt": None}]
+        for salt, scope in zip(salts, (None, "t", "t", "t"), strict=True):
+            body = tagged("ab", **salt)
             body["ragorder"]["scope"] = scope
             assert proxy.post(body).status_code == 200
         assert len(set(self.scopes(orderer))) == 1
@@ -596,7 +597,9 @@ class TestLengths:
             builder.document_tokens(each) for each in call["documents"]
         ]
 
-    def test_documents_in_messages_are_too(self, start: Start, orderer: RecordingOrderer, tokenizers: Any) -> None:
+    def test_with_a_tokenizer_documents_in_messages_are_exact(
+        self, start: Start, orderer: RecordingOrderer, tokenizers: Any
+    ) -> None:
         tokenizer = tokenizers["chatml"]
         start(tokenizer=tokenizer, template=DocumentTemplate(TEMPLATE)).post(chat("ab"))
         call = orderer.calls[0]
@@ -604,7 +607,9 @@ class TestLengths:
             assert each.tokens == len(tokenizer.encode(written(name), add_special_tokens=False))
         assert call["lengths"].prefix > PromptBuilder(SYSTEM["content"], tokenizer=tokenizer).prefix_tokens
 
-    def test_a_plain_prompt_is_exact_too(self, start: Start, orderer: RecordingOrderer, tokenizers: Any) -> None:
+    def test_with_a_tokenizer_a_plain_prompt_is_exact(
+        self, start: Start, orderer: RecordingOrderer, tokenizers: Any
+    ) -> None:
         tokenizer = tokenizers["plain"]
         body = tagged("ab", prompt="Use these documents.\n")
         del body["messages"]
@@ -621,6 +626,11 @@ class TestDocumentsInMessages:
         proxy.post(chat("abc"))
         proxy.post(chat("dcba", seed=1))
         assert far_end.last.json == chat("abcd", seed=1)
+
+    def test_numbers_in_headers_travel_with_their_documents(self, proxy: Proxy, far_end: FarEnd) -> None:
+        for names, ids in (("abc", "789"), ("cab", "978")):
+            proxy.post({"messages": [requests.user(written(names, ids))]})
+        assert far_end.last.json == {"messages": [requests.user(written("abc", "789"))]}
 
     def test_the_first_message_with_two_or_more_is_ordered(self, proxy: Proxy, far_end: FarEnd) -> None:
         def body(first: str, second: str) -> dict[str, Any]:
@@ -706,7 +716,9 @@ class TestCompressedBodies:
             assert far_end.last.header("content-encoding") == []
             assert far_end.last.header("content-length") == [str(len(far_end.last.body))]
 
-    def test_without_documents_they_are_sent_unpacked(self, proxy: Proxy, far_end: FarEnd) -> None:
+    def test_without_documents_they_are_sent_unpacked_and_a_tag_elsewhere_is_refused(
+        self, proxy: Proxy, far_end: FarEnd
+    ) -> None:
         body = json.dumps({"messages": [], "x": 1}).encode()
         for path in (*EVERY_PATH, "/v1/embeddings"):
             assert self.post(proxy, gzip.compress(body), "gzip", path).status_code == 200
@@ -977,7 +989,9 @@ class TestOutcomes:
         # A counter that fails fails no request.
         assert start(on_tbt=lambda tbt_s: 1 / 0).post(tagged("ab", stream=True)).content.endswith(LAST)
 
-    def test_a_stream_is_confirmed_at_its_end(self, proxy: Proxy, far_end: FarEnd, orderer: RecordingOrderer) -> None:
+    def test_a_stream_is_confirmed_with_its_last_event(
+        self, proxy: Proxy, far_end: FarEnd, orderer: RecordingOrderer
+    ) -> None:
         far_end.events(TOKEN, LAST, threading.Event())
         with proxy.client.stream("POST", CHAT, json=tagged("ab", stream=True)) as response:
             raw = response.iter_raw()

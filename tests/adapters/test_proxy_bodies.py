@@ -394,6 +394,11 @@ class TestKept:
             while len(model) > entries or sum(size for _, size in model) > 10:
                 model.pop(0)
             assert (len(kept), kept.used) == (len(model), sum(size for _, size in model))
+        # Without sizes the number of entries is the only bound.
+        unsized = LRUCache[int](entries)
+        for key in range(5):
+            unsized.put(key, key)
+        assert [unsized.get(key) for key in range(5)] == [key if key >= 5 - entries else None for key in range(5)]
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -94,6 +94,17 @@ def _chat(sent: dict[str, Any]) -> dict[str, Any]:
 
 class TestMarks:
     @EVERY_ROUTE
+    def test_are_set_where_later_requests_read(self, route: str) -> None:
+        cloud = Cloud(route)
+        read = []
+        for names in ("abcd", "abef", "bacd", "dcba"):
+            cloud.now += 2
+            sent, answer = cloud.ask(cloud.body(user(f"{written(names)}\nWhich?")))
+            read.append(answer.cached_tokens)
+            assert 0 < cloud.marks(sent) <= 4
+        assert read[0] == 0 and min(read[1:]) > 600 and read[-1] > 1500
+
+    @EVERY_ROUTE
     def test_what_is_predicted_is_read(self, route: str) -> None:
         cloud, rng = Cloud(route), random.Random(0)
         plain = cost = off = 0.0

@@ -135,6 +135,13 @@ class TestDocumentsInParts:
         bodies.served(self.parts("abc", image=image))
         assert bodies.served(self.parts("cab", image=image)) == self.parts("abc", image=image)
 
+    def test_an_image_moves_with_the_document_before_it(self) -> None:
+        bodies = WatchedBodies()
+        body = self.parts("dabc", image=2)
+        bodies.served(body)
+        assert bodies.served(self.parts("dcba", image=2)) == body
+        assert len(bodies.found(body).documents) == 4
+
     def test_several_in_a_part_and_a_text_around_them(self) -> None:
         def body(names: str) -> dict[str, Any]:
             parts = [part(f"See: {written(names[0])}"), part(f"{written(names[1:])} Hm?")]

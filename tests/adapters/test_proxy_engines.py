@@ -1,4 +1,4 @@
-"""Real engines of one proxy, in processes that are killed: what they have cached together, and what is lost."""
+"""One proxy for real engines, in processes that are killed: what they have cached together, and what is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several replicas of one proxy: which one gets a request, and what becomes of it when a replica is killed."""
+"""One proxy for several replicas: which one gets a request, and what becomes of it when a replica is killed."""
 
 from __future__ import annotations
 
@@ -411,6 +411,14 @@ class TestHeldAnswers:
 
     def piece(self, body: bytes, more: bool = True) -> dict[str, Any]:
         return {"type": "http.response.body", "body": body, "more_body": more}
+
+    async def test_a_stream_begins_with_its_first_token(self, sent: list[Any]) -> None:
+        answer = self.held(sent)
+        await answer(self.HEAD)
+        await answer(self.piece(ROLE))
+        assert sent == [] and not answer.begun
+        await answer(self.piece(TOKEN))
+        assert [each.get("body") for each in sent] == [None, ROLE + TOKEN] and answer.begun
 
     async def test_a_whole_answer_begins_at_its_end_and_a_long_one_before(self, sent: list[Any]) -> None:
         head = {**self.HEAD, "headers": [(b"content-type", b"application/json")]}

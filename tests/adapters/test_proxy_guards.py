@@ -23,7 +23,7 @@ import httpx2
 import uvicorn
 from support.http_server import Handler, LocalServer
 
-from ragorder.adapters.http_client import Server, ServerError
+from ragorder.adapters.http_client import AddressError, Server, ServerError
 from ragorder.adapters.http_server.server import listen, server_config
 from ragorder.adapters.proxy import make_app
 from ragorder.adapters.proxy.access import THIS_MACHINE
@@ -345,6 +345,10 @@ class TestServer:
             monkeypatch.setenv(name, "http://127.0.0.1:9")
         with Server(server.url, timeout_s=10, api_key="secret") as asked:
             assert asked.get("/metrics") == "ok"
+
+    def test_an_address_without_http_is_suggested_with_it(self) -> None:
+        with pytest.raises(AddressError, match=r"write http://gpu-1\.lan:8000/v1$"):
+            Server("gpu-1.lan:8000/v1", timeout_s=1)
 
     def test_endless_metrics_are_not_read(self) -> None:
         sent = 0

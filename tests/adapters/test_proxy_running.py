@@ -111,7 +111,9 @@ class TestTheCache:
         ],
         ids=["reuses nothing", "hybrid", "several engines"],
     )
-    def test_of_another_kind_is_warned_of(self, metrics: str, said: str, run: Run, upstream: Upstream) -> None:
+    def test_of_another_kind_than_ordered_for_is_warned_of(
+        self, metrics: str, said: str, run: Run, upstream: Upstream
+    ) -> None:
         upstream.metrics = metrics
         assert said in run().said
 
@@ -164,7 +166,9 @@ class TestOptions:
         ("name", "count", "warns"),
         [("anythingllm", 1, False), ("open-webui", 1, True), ("auto", 1, False), ("none", 0, False)],
     )
-    def test_of_templates_may_be_names(self, name: str, count: int, warns: bool, run: Run) -> None:
+    def test_of_templates_may_be_names_and_say_what_their_numbers_mean(
+        self, name: str, count: int, warns: bool, run: Run
+    ) -> None:
         served = run("--template", name)
         assert len(served.app["template"]) == count
         assert ("numbers of documents stay at their places" in served.said) == warns

@@ -275,17 +275,23 @@ class TestRepeatedDocuments:
         assert proxy.sent(*body) == body[1]
 
     @pytest.mark.parametrize(
-        ("turns", "last"),
+        ("turns", "last", "named"),
         [
-            ([user(written("a")), assistant("a"), user(f"{written('a')}\nWhy?")], "[a] is above.\nWhy?"),
-            ([user(written("ab")), assistant("a"), user(f"{CHANGED}\n{written('b')}")], f"{CHANGED}\n[b] is above."),
-            ([user("Which?"), assistant(written("ab")), user(written("ab"))], written("ab")),
-            ([user(written("aab"))], written("aab")),
+            ([user(written("a")), assistant("a"), user(f"{written('a')}\nWhy?")], "[a] is above.\nWhy?", "0"),
+            (
+                [user(written("ab")), assistant("a"), user(f"{CHANGED}\n{written('b')}")],
+                f"{CHANGED}\n[b] is above.",
+                "1",
+            ),
+            ([user("Which?"), assistant(written("ab")), user(written("ab"))], written("ab"), None),
+            ([user(written("aab"))], written("aab"), None),
         ],
         ids=["a single one", "text that changed", "quoted by an answer", "twice in one text"],
     )
-    def test_are_named_if_earlier_turns_hold_them(self, turns: list[Any], last: str) -> None:
-        assert turns_of(with_repeats().sent(*chat(*turns))) == [*turns[:-1], user(last)]
+    def test_are_named_if_earlier_turns_hold_them(self, turns: list[Any], last: str, named: str | None) -> None:
+        proxy = with_repeats()
+        assert turns_of(proxy.sent(*chat(*turns))) == [*turns[:-1], user(last)]
+        assert proxy.named == named
 
     def test_a_former_version_is_sent_again(self) -> None:
         """Its name would be that of the version that stands last."""

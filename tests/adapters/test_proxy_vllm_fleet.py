@@ -1,4 +1,4 @@
-"""Real vLLM servers of `ragorder serve`: what two cache together, and what a killed one or a killed log costs."""
+"""`ragorder serve` for real vLLM servers: what two cache together, and what a killed one or a killed log costs."""
 
 from __future__ import annotations
 

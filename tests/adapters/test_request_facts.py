@@ -296,7 +296,7 @@ class TestTheProxy:
     def test_the_command_line_enables_facts(self, run_serve: Callable[..., Any], options: tuple[str, ...]) -> None:
         pytest.importorskip("uvicorn")
         served = run_serve(*options, "--capacity-tokens", "9", "--block-size", "9")
-        assert served.app["send_facts"] is bool(options), served.said
+        assert (served.exit_code, served.app["send_facts"]) == (0, bool(options)), served.said
 
 
 @pytest.mark.slow
