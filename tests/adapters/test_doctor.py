@@ -466,7 +466,13 @@ class TestPrefixCaching:
         ("metrics", "caching", "reporting", "verdict", "said"),
         [
             (ON, True, True, "good", "32 of 48 tokens"),
-            (OFF, False, True, "bad", "on start vLLM with --enable-prefix-caching"),
+            (
+                OFF,
+                False,
+                True,
+                "bad",
+                "off: every prompt is computed from its first token on start vLLM with --enable-prefix-caching",
+            ),
             # By experiment.
             (None, True, True, "good", "tokens of a prompt were cached when it was repeated"),
             (None, False, True, "bad", "--disable-radix-cache"),

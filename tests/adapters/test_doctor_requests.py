@@ -68,6 +68,7 @@ class TestAllIsWell:
         checked = {check: each.verdict for check, each in found.items()}
         # Those two ask a server.
         assert checked.pop("chat template") == checked.pop("topic's replica") == "unknown"
+        assert {"earlier turns", "writes and reads"} <= checked.keys()
         assert set(checked.values()) == {"good"}
         told = found["requests"].found
         assert told.startswith("30 requests: ")
@@ -156,6 +157,15 @@ class TestRequestFields:
 
 
 class TestCommand:
+    def test_a_bad_finding_is_an_exit_status(self, tmp_path: Path) -> None:
+        lines = served((chat([name], "?") for name in NAMES[:20]), step=784)
+        path = write_log(tmp_path / "requests.jsonl", lines)
+        done = doctor("--requests", path, "--block-size", "784", "--json")
+        assert done.exit_code == 1
+        found = {each["check"]: each for each in json.loads(done.stdout)["findings"]}
+        assert found["cache granularity"]["verdict"] == "bad"
+        assert_quotes_nothing(done.output)
+
     def test_a_server_is_examined_as_well(self, tmp_path: Path, balance: Balance) -> None:
         pytest.importorskip("zmq")
         path = write_log(tmp_path / "requests.jsonl", healthy(5))
@@ -260,7 +270,9 @@ class TestTemplate:
         [(plain, "good"), (counting, "bad"), (thinking, "warning")],
         ids=["plain", "counts", "thinks"],
     )
-    def test_renders_turns(self, examine: Examine, balance: Balance, render: Callable[..., str], verdict: str) -> None:
+    def test_must_render_an_earlier_turn_as_before(
+        self, examine: Examine, balance: Balance, render: Callable[..., str], verdict: str
+    ) -> None:
         balancer = balance(render=render)
         for lines in (healthy(5), conversations(list)):
             assert self.check(examine, balancer, lines).verdict == verdict

@@ -111,11 +111,20 @@ class TestTextBeforeTheDocuments:
     def with_head(self, head: Callable[[int], str]) -> Lines:
         return served(chat(NAMES[:4], f"number {number}?", system=f"{head(number)}\n{SYSTEM}") for number in range(20))
 
-    def test_what_varies_is_named(self, examine: Examine) -> None:
-        found = examine(self.with_head("User: alice{}".format), block_size=16)["text before the documents"]
+    @pytest.mark.parametrize(
+        ("head", "kind"),
+        [
+            (lambda number: f"Today is 2026-11-{number % 28 + 1:02} 10:{number:02}.", "a date"),
+            (lambda number: f"It is {number + 2:02}:15.", "a clock time"),
+            (lambda number: f"User: alice{number}", "a user, session or request"),
+            (lambda number: f"Trace {number:08x}-0000-4000-8000-00000000000{number % 10}", "a UUID"),
+        ],
+    )
+    def test_what_varies_is_named(self, examine: Examine, head: Callable[[int], str], kind: str) -> None:
+        found = examine(self.with_head(head), block_size=16)["text before the documents"]
         assert found.verdict == "bad"
         assert "19 of them" in found.found or "19 requests" in found.found
-        assert "a user, session or request (" in found.found
+        assert f"{kind} (" in found.found
         assert "in the system message" in found.found
         assert "after the documents" in str(found.advice)
 

@@ -105,6 +105,10 @@ class TestPlaces:
         engine.send(stored([first, second], TOKENS, "STORAGE"), stored([first], TOKENS[:BLOCK], "CPU"))
         engine.send(removed([first, second]))
         assert engine.places() == [Place.HOST, Place.DISK]
+        engine.compute(TOKENS)
+        assert engine.places() == [Place.DEVICE, Place.DEVICE]
+        engine.send(removed([first, second]))
+        assert engine.places() == [Place.HOST, Place.DISK]
         engine.send(removed([first], "CPU"))
         assert engine.places() == [Place.DISK, Place.DISK]
         engine.compute(TOKENS)

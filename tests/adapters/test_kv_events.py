@@ -1357,10 +1357,11 @@ class TestOrdererForVLLM:
                 ordering.confirm()
             assert second.order(DOCUMENTS[:4], scope="tenant").permutation == [0, 1, 2, 3]
             server.clear()
-            assert eventually(lambda: agrees(second.events, server))
-            assert second.order(DOCUMENTS[:4]).cached_tokens == 0
-        assert not second.events._thread.is_alive()
-        assert not log.records and not second.degraded and not second.fallbacks
+            assert eventually(lambda: all(agrees(each.events, server) for each in (first, second)))
+            assert first.order(DOCUMENTS[:4]).cached_tokens == second.order(DOCUMENTS[:4]).cached_tokens == 0
+        for orderer in (first, second):
+            assert not orderer.events._thread.is_alive() and not orderer.degraded and not orderer.fallbacks
+        assert not log.records
 
     def test_blocks_of_all_tiers_are_remembered(self, follow: Callable[..., Orderer]) -> None:
         with follow() as alone, follow(host_tokens=1 << 20) as tiered:

@@ -989,7 +989,7 @@ class TestStreams:
         assert orderer.outcomes == [usage(7), NO_NUMBERS, NO_NUMBERS, NO_NUMBERS]
         assert orderer.degraded == []
 
-    def test_dropped_in_a_cycle_wait_for_no_lock(self, orderer: Recorder) -> None:
+    def test_dropped_in_a_cycle_wait_for_no_lock(self, orderer: Watched) -> None:
         """The collector may close a stream in the middle of an event, in the very thread that is at that event."""
         chain = rag(orderer, Model())
 
@@ -1017,6 +1017,7 @@ class TestStreams:
         finally:
             gc.enable()
         assert orderer.outcomes == [NO_NUMBERS, NO_NUMBERS, usage(3)]
+        assert (orderer.handler.waiting_orderings, orderer.handler.open_runs) == (0, 0)
 
     @pytest.mark.skipif(not hasattr(BaseChatModel, "stream_events"), reason="this version has no stream_events")
     def test_by_protocol_events_are_understood(self, orderer: Watched, retriever: Any) -> None:
@@ -1330,7 +1331,7 @@ class TestWithVLLM:
         return rag(orderer, model)
 
     @pytest.mark.slow
-    async def test_the_servers_own_count_arrives_plain_and_streamed(self, vllm_server: Any) -> None:
+    async def test_the_servers_own_count_arrives_plain_and_streamed(self, vllm_server: Any, caplog: Any) -> None:
         sizes = {"block_size": vllm_server.block_size, "capacity_tokens": vllm_server.capacity_tokens}
         orderer = Watched(Orderer(**sizes, strict=True))
         chain = self.chain(vllm_server, orderer, uuid4().hex)
@@ -1347,6 +1348,7 @@ class TestWithVLLM:
             assert finished.cached_tokens is not None and finished.cached_tokens % vllm_server.block_size == 0
             assert finished.prompt_tokens - 2 * vllm_server.block_size < finished.cached_tokens < finished.prompt_tokens
             assert finished.total_tokens == finished.prompt_tokens + 4
+        assert "ragorder" not in {record.name for record in caplog.records}
         assert (orderer.handler.waiting_orderings, orderer.handler.open_runs) == (0, 0)
 
     @pytest.mark.slow

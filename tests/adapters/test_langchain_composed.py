@@ -89,6 +89,7 @@ class TestACompressor:
             await reorder.atransform_documents(shuffled),
             reorder.compress_documents(shuffled, "?"),
             await reorder.acompress_documents(shuffled, "?"),
+            reorder.invoke(shuffled),
         ):
             assert names(ordered) == "abc"
 
@@ -240,6 +241,7 @@ class TestCopies:
             given = (lambda name: name) if isinstance(adapter, BaseRetriever) else (lambda name: Finder().invoke(name))
             assert names(adapter.invoke(given("abc"))) == "abc"
             other = copied(adapter)
+            assert type(other) is type(adapter) and other.orderer is not adapter.orderer
             assert other.orderer.settings == adapter.orderer.settings
             assert names(other.invoke(given("cbad"))) == "cba"
             assert names(other.invoke(given("abc"))) == "cba"

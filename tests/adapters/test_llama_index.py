@@ -182,8 +182,11 @@ def test_metadata_belong_to_the_text_if_the_model_sees_them(orderer: Orderer) ->
 class TestScopesShareNothing:
     @pytest.mark.parametrize("wrapped", [False, True], ids=["postprocessor", "retriever"])
     def test_a_function_names_the_scope_of_a_query(self, orderer: Orderer, wrapped: bool) -> None:
+        scopes: list[str] = []
+
         def tenant(query: QueryBundle | None) -> str:
-            return query.custom_embedding_strs[0]  # type: ignore[index, union-attr]
+            scopes.append(query.custom_embedding_strs[0])  # type: ignore[index, union-attr]
+            return scopes[-1]
 
         retriever = CacheOrderRetriever(Fixed(), orderer, scope=tenant)
         postprocessor = CacheOrderPostprocessor(orderer, scope=tenant)
@@ -192,6 +195,7 @@ class TestScopesShareNothing:
             given = found(*text.split())
             nodes = retriever.retrieve(query) if wrapped else postprocessor.postprocess_nodes(given, query_bundle=query)
             assert names(nodes) == list(expected)
+        assert scopes == ["ours", "theirs", "ours"]
         assert orderer.fallbacks == 0
 
     def test_a_query_that_is_unknown_is_none(self, orderer: Orderer) -> None:

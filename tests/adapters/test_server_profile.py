@@ -185,7 +185,9 @@ class TestAwaited:
         now[0] = 100.0
         assert (awaited.measured, awaited.cost(0, 20)) == (True, PROFILE.cost(0, 20))
 
-    def test_reports_a_damaged_file_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_reports_a_damaged_file_once_and_reads_the_next(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         ticks = iter(range(0, 1000, 10))
         cache = ProfileCache(tmp_path)
         cache.path(KEY).write_text("{")

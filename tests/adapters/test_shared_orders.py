@@ -168,7 +168,7 @@ class TestSharing:
         assert b"report" not in (content := repr(server.client.xrange("ragorder:orders")).encode())
         assert b"secret" not in content
 
-    def test_unnameable_or_too_large_scopes_are_not_shared(self, sharing: Sharing, server: RedisServer) -> None:
+    def test_keys_and_scopes_that_cannot_be_shared_are_no_error(self, sharing: Sharing, server: RedisServer) -> None:
         one = sharing(key=lambda document: (document.id,), tokens=lambda document: 16)
         with pytest.warns(UserWarning, match="not shared"):
             one.order(DOCUMENTS[:2])

@@ -185,7 +185,9 @@ class TestAsItCame:
         assert "secret" not in refused.text
         assert len(application.bodies) == 1
 
-    def test_a_body_beyond_the_limit_or_malformed(self, inside: Inside, application: Application) -> None:
+    def test_a_body_beyond_the_limit_but_a_malformed_tag_is_refused(
+        self, inside: Inside, application: Application
+    ) -> None:
         url = inside(body_limit=1000)
         body = chat(list("abcd"))
         assert post(url, body).status_code == 200

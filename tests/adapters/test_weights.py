@@ -188,7 +188,9 @@ class TestEveryByteOfTheWeightsCounts:
         assert WeightDigests(memory).of(str(model)) == before
         assert reads["model.safetensors"] == 200_000
 
-    def test_a_file_that_changes_meanwhile(self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_file_that_changes_while_it_is_read(
+        self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         pread = os.pread
 
         def changing(descriptor: int, count: int, offset: int) -> bytes:
