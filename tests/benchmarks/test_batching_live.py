@@ -66,7 +66,7 @@ def test_each_system_answers_every_request_from_its_streamed_layers(policy: str,
         assert len({moment["most"] for moment in facts["trace"]}) > 1
 
 
-def test_serial_batches_are_four_minutes_requests_at_most_so_many_and_wait_until_full_or_the_last_comes() -> None:
+def test_serial_batches_are_four_minutes_of_requests_within_a_limit_and_wait_until_full_or_the_last_comes() -> None:
     steps = Arrivals.parse("steps:4@20m,16@20m").steps
     assert [rate_at(steps, at_s) for at_s in (0, 1199, 1200, 9999)] == [4, 4, 16, 16]
     assert [serial_size(100, rate, 56, last=False) for rate in (0, 4, 16)] == [1, 16, 56]

@@ -62,11 +62,12 @@ def found(measured: Path) -> dict[str, dict[str, Any]]:
     return {line["policy"]: line["rows"] for line in result_lines(measured, "fused-answers") if line["seed"] == 0}
 
 
-def test_every_way_answers_the_questions_of_a_seed_that_have_an_answer(
+def test_every_way_answers_the_same_questions_of_a_seed_that_have_an_answer(
     found: dict[str, dict[str, Any]], measured: Path
 ) -> None:
     for name in ("id", "prompt"):
         assert len({tuple(rows[name]) for rows in found.values()}) == 1
+    assert len(found["full attention"]["id"]) == 2
     asked = {line["seed"]: line["rows"]["id"] for line in result_lines(measured, "fused-answers")}
     assert sorted(asked[0] + asked[1]) == ["q0", "q1", "q2", "q3"]
 

@@ -40,7 +40,7 @@ def played(policy: str, nprobes: Sequence[int], at_s: Sequence[float], cores: in
 
 class TestPlaying:
     @pytest.mark.parametrize(("at_s", "expected"), [((0.0, 5.0), [0.1, 0.1]), ((0.0, 0.01, 0.02), [0.1, 0.29, 0.28])])
-    def test_a_batch_has_all_that_wait_ends_at_once_and_counts_from_each(
+    def test_a_batch_has_all_that_wait_and_ends_at_once_and_latencies_count_from_each_arrival(
         self, at_s: Sequence[float], expected: list[float]
     ) -> None:
         assert played("batches", [10] * len(at_s), at_s)[0] == pytest.approx(expected)

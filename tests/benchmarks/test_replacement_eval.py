@@ -154,10 +154,10 @@ class PlainTiers:
         if self.host.evict(self.host.used + self.sizes[path] - self.host.room, protected) is not None:
             self.host.insert(path, node)
             return
-        for after in [each for each in self.host.held if each[: len(path)] == path]:
-            lost = self.host.held.pop(after)
+        for longer in [each for each in self.host.held if each[: len(path)] == path]:
+            lost = self.host.held.pop(longer)
             if self.host.history:
-                self.host.remembered[after] = lost
+                self.host.remembered[longer] = lost
 
     def total(self, paths: Sequence[Path_]) -> int:
         return sum(self.sizes[path] for path in paths)

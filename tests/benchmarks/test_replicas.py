@@ -41,10 +41,11 @@ def served(requests: list[TraceRequest], of: ReplicasCell, policy: str) -> Recor
 
 
 class TestRing:
-    def test_gives_each_replica_its_share_and_a_topic_each_once(self) -> None:
+    def test_gives_each_replica_its_share_and_each_topic_every_replica_once(self) -> None:
         ring = Ring(range(16))
         found = Counter(next(ring.owners(topic)) for topic in TOPICS)
-        assert len(found) == 16 and max(found.values()) <= 1.3 * 4000 / 16
+        assert max(found.values()) <= 1.3 * 4000 / 16
+        assert len({next(ring.owners(topic)) for topic in TOPICS[:1000]}) == 16
         assert sorted(ring.owners("topic")) == list(range(16))
 
     def test_an_added_replica_takes_topics_from_the_others_and_moves_no_other(self) -> None:
@@ -117,7 +118,9 @@ class TestServing:
 
     def test_replicas_that_come_and_go_move_few_topics(self, many_topics: list[TraceRequest]) -> None:
         found = serve(many_topics, cell(replicas=8, changes=True), "topic", 0, 100)
-        assert all(0 < moved <= 1.6 / 9 for moved in found["facts"]["moved"])
+        added, removed = found["facts"]["moved"]
+        assert 0 < added <= 1.6 / 9
+        assert 0 < removed <= 1.6 / 9
         assert found["rows"]["always"] == [0, 1, 1, 1, 1, 1, 1, 1, 0]
         assert all(found["rows"]["requests"][1:])
 

@@ -1,4 +1,4 @@
-"""Processes that share their orders of one simulated engine."""
+"""Processes that ask one simulated engine and share their orders."""
 
 from __future__ import annotations
 

@@ -116,6 +116,7 @@ class TestSizes:
         assert sizes["beyond"].host_bytes < 10 * working_set
         assert sizes["beyond"].disk_bytes is None
         assert sizes["disk"].host_bytes == sizes["beyond"].host_bytes
+        assert sizes["disk"].disk_bytes > 10 * working_set
         # For all seeds.
         disk = make_sizes("disk", 3 * streams, block_size=BLOCK, bytes_per_token=10)
         assert disk.disk_bytes > 3 * 10 * working_set

@@ -1,4 +1,4 @@
-"""Several orderers of one server: their questions, and the suite."""
+"""Several orderers for one server: their questions, and the suite."""
 
 from __future__ import annotations
 

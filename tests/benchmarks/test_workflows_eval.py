@@ -211,7 +211,7 @@ class TestWhereTheEngineIsTheBottleneck:
 
 
 def test_suites_name_known_workflows() -> None:
-    WorkflowsCell(workflow="multistep+one_shot")
+    assert WorkflowsCell(workflow="multistep+one_shot").workflow == "multistep+one_shot"
     with pytest.raises(SuiteError, match="multistep"):
         WorkflowsCell.read({"workflow": "multistop"}, "mine")
 

@@ -120,7 +120,8 @@ class TestFolder:
     def test_questions_stay_in_order_and_the_run_is_found_by_id_and_cut_at_top_k(self, write: Write) -> None:
         folder = write()
         corpus = load_folder(folder)
-        assert [question.text for question in corpus.questions] == ["When do cats hunt?", "Who lends money?"]
+        asked = [(question.id, question.text) for question in corpus.questions]
+        assert asked == [("q1", "When do cats hunt?"), ("q2", "Who lends money?")]
         assert [list(ranking) for ranking in corpus.rankings] == [[2, 0, 1], [1, 0]]
         assert [list(ranking) for ranking in load_folder(folder, top_k=1).rankings] == [[2], [1]]
         with pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
@@ -191,7 +192,10 @@ class TestBrokenFolder:
             ({"questions": changed(QUESTIONS, 2, id="q1")}, r"questions.jsonl:2: the id 'q1' occurs twice"),
             ({"questions": changed(QUESTIONS, 1, question=["x"])}, r'questions.jsonl:1: "question".*not a list'),
             ({"questions": '{"id": "q1"\n'}, r"questions.jsonl:1: not JSON "),
-            ({"questions": [*QUESTIONS, {"id": "q3", "question": "?"}]}, r"questions.jsonl:3: .*'q3' has no line in"),
+            (
+                {"questions": [*QUESTIONS, {"id": "q3", "question": "?"}]},
+                r"questions.jsonl:3: .*'q3' has no line in run",
+            ),
             ({"chunks": changed(CHUNKS, 2, doc="z")}, r"chunks.jsonl:2: there is no document 'z'"),
             (
                 {"chunks": changed(CHUNKS, 2, end=18)},
@@ -214,7 +218,10 @@ class TestBrokenFolder:
             ({"run_top20": changed(RUN, 2, chunks=...)}, r'run_top20.jsonl:2: "chunks" is missing'),
             ({"run_top20": changed(RUN, 2, chunks=[30, 30])}, r"run_top20.jsonl:2: chunk 30 is ranked twice"),
             ({"run_top20": changed(RUN, 2, chunks="30")}, r'run_top20.jsonl:2: "chunks" must be a list.*not a string'),
-            ({"run_top20": RUN[:1]}, r"questions.jsonl:1: question 'q1' has no line in run_top20.jsonl: add one, or"),
+            (
+                {"run_top20": RUN[:1]},
+                r"questions.jsonl:1: question 'q1' has no line in run_top20.jsonl: add one, or pass",
+            ),
             ({"run_top20": None}, r"there is no run_\*.jsonl.*pass a retriever"),
             ({"run_top20": None, "run_a": RUN, "run_b": RUN}, r"run_b.jsonl: there are several runs, run_a.jsonl too"),
         ],
@@ -234,7 +241,10 @@ class TestBrokenFolder:
 
     @pytest.mark.parametrize(
         ("gzipped", "said"),
-        [(False, "chunks.jsonl.gz: the folder also holds chunks.jsonl: keep one"), (True, 'chunks.jsonl.gz:1: "doc"')],
+        [
+            (False, "chunks.jsonl.gz: the folder also holds chunks.jsonl: keep one"),
+            (True, 'chunks.jsonl.gz:1: "doc" is missing'),
+        ],
         ids=["beside a plain one", "not compressed, and read as it is"],
     )
     def test_a_gz_file_beside_a_plain_one_or_not_compressed(self, write: Write, gzipped: bool, said: str) -> None:

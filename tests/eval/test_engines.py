@@ -66,7 +66,7 @@ class TestSim:
             # Prompts count as cached from when they are admitted.
             (sim(in_flight=4), [[*A, 1], [*A, 2]], [0, 8]),
             # Without a limit nothing is evicted.
-            (sim(), [[*A, 1], *(ids(1000 * number, 40) for number in range(1, 100)), [*A, 2]], [0] * 100 + [8]),
+            (sim(), [[*ids(1000 * n, 40), *more] for more in ([], [1]) for n in range(100)], [0] * 100 + [40] * 100),
             # A capacity below one block is one block.
             (SimEngine(block_size=16, capacity_tokens=5, output_tokens=0), [ids(0, 16), ids(0, 17)], [0, 16]),
         ],

@@ -187,15 +187,22 @@ class KVBlocks:
 class TestAgainstTheBlocksOfVLLM:
     """Its block manager alone is fast enough for any sequence of requests, many of them in flight."""
 
-    @settings(max_examples=examples(100))
-    @given(st.data(), st.integers(3, 20))
-    def test_the_same_blocks_are_found_and_free_at_every_step(self, data: st.DataObject, blocks: int) -> None:
+    @pytest.mark.parametrize(
+        "steps",
+        [["admit", "finish"], ["admit", "extend", "extend", "finish"]],
+        ids=["answers at once", "answers by and by"],
+    )
+    @settings(max_examples=examples(50))
+    @given(data=st.data(), blocks=st.integers(3, 20))
+    def test_the_same_blocks_are_found_and_free_at_every_step(
+        self, steps: list[str], data: st.DataObject, blocks: int
+    ) -> None:
         """While an answer is generated and takes blocks, other prompts may be computed, and take or find the same."""
         vllm, simulated = KVBlocks(blocks), sim(blocks)
         running: list[tuple[Any, int, list[int]]] = []
         served: list[list[int]] = [[]]
         for number in range(data.draw(st.integers(1, 40))):
-            step = data.draw(st.sampled_from(["admit", "extend", "finish"])) if running else "admit"
+            step = data.draw(st.sampled_from(steps)) if running else "admit"
             place = data.draw(st.integers(0, len(running) - 1)) if running else 0
             if step == "finish":
                 request, handle, _ = running.pop(place)

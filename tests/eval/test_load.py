@@ -630,9 +630,9 @@ class TestOnTheRealClock:
         asyncio.run(serve_live(live(gate), gate, Load(bound, every(0.0, 40))))
         assert (gate.most, len(gate.lengths)) == (bound or 40, 40)
 
-    def test_an_open_loop_sends_at_its_times(self) -> None:
+    def test_an_open_loop_sends_at_its_times_for_answers_as_long_as_the_arrivals_say(self) -> None:
         gate = Gate()
-        arrivals = [Arrival(number**2 * 1e-4) for number in range(40)]
+        arrivals = [Arrival(number**2 * 1e-4, number) for number in range(40)]
 
         async def serve() -> float:
             start_s = asyncio.get_running_loop().time()
@@ -643,6 +643,7 @@ class TestOnTheRealClock:
         # Never too early; how late, the first one included, is the machine's business.
         sent = [at_s - start_s for at_s in gate.at_s]
         assert all(at_s >= arrival.at_s - 1e-3 for at_s, arrival in zip(sent, arrivals, strict=True))
+        assert gate.lengths == list(range(40))
 
     def test_runs_side_by_side_take_turns(self) -> None:
         log: list[str] = []

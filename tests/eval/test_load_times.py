@@ -1,4 +1,4 @@
-"""Load times of a server's tiers, on a server that is none: a cache of three tiers reached by HTTP."""
+"""Load times of a server's tiers, on a stand-in for it: a cache of three tiers reached by HTTP."""
 
 from __future__ import annotations
 

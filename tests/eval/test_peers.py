@@ -123,19 +123,15 @@ class TestAPeersPolicy:
 
 class TestAPeersProcess:
     @pytest.mark.parametrize(
-        ("does", "said"),
-        [
-            ("os._exit(3)", "process ended"),
-            ("time.sleep(600)", "no answer within"),
-            ('os.write(print_here, b"GPU not available, using CPU\\n")', ""),
-        ],
+        "does",
+        ["os._exit(3)", "time.sleep(600)", 'os.write(print_here, b"GPU not available, using CPU\\n")'],
         ids=["dies", "hangs", "answers nonsense"],
     )
-    def test_that_dies_hangs_or_answers_nonsense_is_ended_for_good(self, make: Make, does: str, said: str) -> None:
+    def test_that_dies_hangs_or_answers_nonsense_is_ended_for_good(self, make: Make, does: str) -> None:
         worker = make(does, timeout_s=0.5 if "sleep" in does else 20)
         policy = PeerPolicy(worker)
-        for expected in (said, ""):
-            with pytest.raises(PeerError, match=expected):
+        for _ in range(2):
+            with pytest.raises(PeerError, match="process ended, or gave no answer within"):
                 policy.order(documents("a"))
             assert not worker.alive
 
@@ -170,7 +166,7 @@ class TestAnEnvironment:
             prepare_peer("contextpilot", folder=tmp_path, timeout_s=0.01)
         assert not list(tmp_path.iterdir())
 
-    def test_in_a_folder_that_is_none_cannot_be_made(self, tmp_path: Path) -> None:
+    def test_in_a_file_instead_of_a_folder_cannot_be_made(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(PeerError, match="cannot be installed"):
             prepare_peer("contextpilot", folder=tmp_path / "file")

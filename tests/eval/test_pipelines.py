@@ -158,6 +158,7 @@ class TestTheBenchmark:
         done = run_command(bench_command, *server, *trace, *pipeline, *load)
         assert done.exit_code == 0, done.output
         assert "speculative" in done.output and "TTFT p50" in done.output
+        assert "60" in done.output.split(), "the delay"
         (record,) = result_lines(tmp_path, "pipelines")
         plain, ours = record["rows"]["none"], record["rows"]["speculative"]
         assert (record["cell"]["order"], record["cell"]["retrieval_ms"]) == ("free", 60)

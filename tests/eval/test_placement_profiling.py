@@ -222,6 +222,7 @@ class TestCommand:
         done = profile("--model", model, *budgets, *layers, *of_index, "-o", tmp_path / "profile.json")
         assert done.exit_code == 0, done.output
         said = " ".join(done.stderr.split())
+        assert said.count("left out: ") == 2
         assert said.count("left out: 4 layers on the device and 0 in host memory: not enough memory") == 1
         assert said.count("left out: 4 resident partitions: not enough memory") == 1
         made = PlacementProfile.from_file(tmp_path / "profile.json")

@@ -497,7 +497,8 @@ class TestDryRun:
 
     def test_an_answer_that_the_extraction_would_spoil_ends_it(self, tmp_path: Path) -> None:
         data = hotpot_folder(tmp_path / "c", range(1), {0: "Answer: 42"})
-        with pytest.raises(QualityError, match=r"accepted answer to question '5a7a0' \(1 in all\) does not score 100"):
+        said = r"the accepted answer to question '5a7a0' \(1 in all\) does not score 100"
+        with pytest.raises(QualityError, match=said):
             run_quality(make_bench("hotpotqa", data, dry_run=True))
 
     def test_an_order_that_loses_a_document_ends_it(self, hotpot: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -332,7 +332,10 @@ class TestOlderAndOtherExportsOfLangfuse:
     @pytest.mark.parametrize(
         ("data", "said"),
         [
-            ('"type","startTime"\n"RETRIEVER","2025-01-31"\n"RETRIEVER","soon"\n', ':3: "startTime" is not an'),
+            (
+                '"type","startTime"\n"RETRIEVER","2025-01-31T12:00:00Z"\n"RETRIEVER","soon"\n',
+                ':3: "startTime" is not an',
+            ),
             ('"type","output"\n"RETRIEVER",""\n', ':2: "start_time" is missing'),
             ('"type","startTime"\n"RETRIEVER","2025\n', ":2: not CSV"),
             ('[{"type": "RETRIEVER"}]\n', ":1: a JSON array: write one object a line (jq -c '.[]' does)"),
@@ -390,7 +393,11 @@ class TestBadLines:
             ("otel", traces(span(attribute("gen_ai.retrieval.documents", QUERY))), "is text that is not JSON"),
             ("litellm", spend(result(None, None)), "neither an id nor a text"),
             ("litellm", spend(metadata=QUERY), '"metadata" is text that is not JSON'),
-            ("litellm", spend(metadata={"vector_store_request_metadata": QUERY}), 'store_request_metadata" must be'),
+            (
+                "litellm",
+                spend(metadata={"vector_store_request_metadata": QUERY}),
+                '"vector_store_request_metadata" must be',
+            ),
             ("litellm", spend(completion_tokens=-1), '"completion_tokens" must be at least 0'),
             ("mooncake", {"timestamp": 0, "input_length": 2000, "output_length": 1, "hash_ids": [1]}, "too few blocks"),
             ("mooncake", {"timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": []}, "at least 1"),
