@@ -549,6 +549,11 @@ class TestBench:
         assert (blind["waiting"], seeing["waiting"]) == (0, 8)
         assert seeing["cached_tokens"] > blind["cached_tokens"]
 
+    def test_a_batch_saves_more_where_the_cache_is_small(self) -> None:
+        options = ["--workload", "zipf10", "--policy", "free", "--limit", "200", "--capacity-tokens", "20000"]
+        alone, batch = bench(*options)[0], bench(*options, "--batch")[0]
+        assert batch["cached_tokens"] > alone["cached_tokens"]
+
     def test_a_batch_orders_the_requests_too_within_the_wait_allowed(self) -> None:
         waits = [["--max-wait", "0"], ["--max-wait", "5"], ["--max-wait", "20"], []]
         options = ("--workload", "mix8", "--policy", "free", "--limit", "60")
