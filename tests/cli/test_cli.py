@@ -32,6 +32,7 @@ from ragorder.eval.running.runner import Served
 COMMAND = ("-c", "from ragorder.cli import main; main(prog_name='ragorder')")
 ENGINES = ("torch", "vllm", "faiss", "transformers", "sentence_transformers")
 MISSING = (*ENGINES, "bm25s", "langchain", "scipy", "matplotlib", "numpy")
+CAPACITIES = "give tokens (100000 or 100k), a share of the corpus (5%) or unlimited"
 SETTINGS = [
     ("--capacity-tokens", "4096"),
     ("--block-size", "32"),
@@ -265,7 +266,10 @@ class TestOrder:
     @pytest.mark.parametrize(
         ("wrong", "said"),
         [
-            ({"documents": ["a"], "query": "q"}, 'request 1 (counted from 0): a document has no "text"'),
+            *(
+                ({"documents": [bare], "query": "q"}, 'request 1 (counted from 0): a document has no "text"')
+                for bare in ("a", {"id": "a", "tokens": 3})
+            ),
             ({"documents": [{"id": "a", "text": "secret"}]}, 'add the question as "query"'),
             ({"documents": [], "query": "secret", "output_tokens": 0}, '"output_tokens" must be an integer'),
             ({"documents": [], "query": "secret", "output_tokens": None}, '"output_tokens" must be an integer'),
@@ -347,7 +351,10 @@ class TestOrderRefuses:
             (["/usr"], "/usr"),
             (["--keep-first", "1", "--keep-last", "1"], "exclude each other"),
             (["--max-wait", "3"], "--max-wait requires --batch"),
-            (["--capacity-tokens", "lots"], "'--capacity-tokens': 'lots' is no whole number: write 100000, 25.6k or"),
+            (
+                ["--capacity-tokens", "lots"],
+                "'--capacity-tokens': 'lots' is no whole number: write 100000, 25.6k or 16K",
+            ),
             (["--block-size", "0"], "--block-size"),
             (["--moves", "bset"], "--moves"),
             (["--keep-first", "-1"], "--keep-first"),
@@ -359,7 +366,7 @@ class TestOrderRefuses:
     def test_a_wrong_option_by_its_name(self, arguments: list[str], said: str) -> None:
         done = invoke("order", *arguments, input="")
         assert done.exit_code == 2
-        assert said in done.stderr and "Usage: " in done.stderr and "Value error" not in done.stderr
+        assert said in " ".join(done.stderr.split()) and "Usage: " in done.stderr and "Value error" not in done.stderr
 
     def test_a_target_that_cannot_be_made(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
@@ -542,6 +549,11 @@ class TestBench:
         assert (blind["waiting"], seeing["waiting"]) == (0, 8)
         assert seeing["cached_tokens"] > blind["cached_tokens"]
 
+    def test_a_batch_saves_more_where_the_cache_is_small(self) -> None:
+        options = ["--workload", "zipf10", "--policy", "free", "--limit", "200", "--capacity-tokens", "20000"]
+        alone, batch = bench(*options)[0], bench(*options, "--batch")[0]
+        assert batch["cached_tokens"] > alone["cached_tokens"]
+
     def test_a_batch_orders_the_requests_too_within_the_wait_allowed(self) -> None:
         waits = [["--max-wait", "0"], ["--max-wait", "5"], ["--max-wait", "20"], []]
         options = ("--workload", "mix8", "--policy", "free", "--limit", "60")
@@ -556,6 +568,13 @@ class TestBench:
         fine, coarse = (bench("--policy", "free", "--limit", "50", "--block-size", size)[0] for size in ("1", "256"))
         assert fine["cached_tokens"] > coarse["cached_tokens"]
         assert coarse["cached_tokens"] % 256 == 0
+
+    def test_capacity_is_given_as_a_share_of_a_workloads_corpus(self) -> None:
+        five, ten = (
+            bench("--policy", "free", "--limit", "5", "--capacity-tokens", share)[0]["capacity_tokens"]
+            for share in ("5%", "10%")
+        )
+        assert 0 < five < ten == pytest.approx(2 * five, abs=2)
 
     @pytest.mark.parametrize(("capacity", "tokens"), [("4096", 4096), ("4_096", 4096), ("unlimited", None)])
     def test_capacity_is_given_in_tokens(self, capacity: str, tokens: int | None) -> None:
@@ -583,10 +602,10 @@ class TestBenchRefuses:
             # Of all tokens this share is less than one.
             (("--capacity-tokens", "0.0001%"), ("--capacity-tokens",)),
             *(
-                ((f"--capacity-tokens={text}",), ("--capacity-tokens", "give tokens (100000 or 100k), a share of the"))
+                ((f"--capacity-tokens={text}",), ("--capacity-tokens", CAPACITIES))
                 for text in ("0", "-1", "abc", "", "5 %", "0%", "-5%", "1e5", "1.5")
             ),
-            *(((f"--seeds={text}",), ("--seeds", "as 0,1,2")) for text in ("", "a", "1,,2", "1.5", "1;2", "1,")),
+            *(((f"--seeds={text}",), ("--seeds", "such as 0,1,2")) for text in ("", "a", "1,,2", "1.5", "1;2", "1,")),
         ],
         ids=" ".join,
     )

@@ -117,5 +117,6 @@ class TestWords:
 
     def test_help_says_what_a_corpus_is_and_what_the_columns_are(self) -> None:
         said = " ".join(invoke("bench", "--help").output.split())
-        for word in ("documents.jsonl", "questions.jsonl", "run_NAME.jsonl", "docs/corpora.md", "moved", "predicted"):
+        for word in ("documents.jsonl", "questions.jsonl", "run_NAME.jsonl", "docs/corpora.md"):
             assert word in said
+        assert '"moved"' in said and '"predicted"' in said

@@ -152,7 +152,9 @@ def test_a_build_is_gone_on_with_only_if_it_is_the_same(corpus: Path, options: l
         ([{"id": "a", "text": "word " * 3000}], "document 'a' has more than"),
     ],
 )
-def test_a_bad_corpus_is_said(corpus: Path, options: list[Any], lines: list[Any], problem: str, tmp_path: Path) -> None:
+def test_a_corpus_that_cannot_be_read_is_named(
+    corpus: Path, options: list[Any], lines: list[Any], problem: str, tmp_path: Path
+) -> None:
     write(corpus, lines)
     assert problem in refusal("build", corpus, *options)
     assert list((tmp_path / "kv").glob("chunks/??/*")) == []
@@ -164,7 +166,9 @@ def test_a_corpus_is_checked_before_the_model_is_loaded(options: list[Any], buil
         assert 'wrong.jsonl:1: "id" is missing: add it' in refusal(*command, *absent)
 
 
-def test_a_disk_that_is_too_small_is_said(corpus: Path, options: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_too_small_is_said_with_the_size_needed(
+    corpus: Path, options: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=4096, f_frsize=1))
     said = " ".join(refusal("build", corpus, *options).split())
     assert "has 4,096 bytes free, but the KV of 4 documents" in said and "make room" in said
@@ -182,7 +186,9 @@ def test_a_server_with_less_disk_than_the_build_takes_does_not_start(built: Path
     assert figures(built)["stored"] == 4
 
 
-def test_no_build_or_another_models_is_said(corpus: Path, options: list[Any], built: Path, tmp_path: Path) -> None:
+def test_what_is_no_build_or_another_models_is_said(
+    corpus: Path, options: list[Any], built: Path, tmp_path: Path
+) -> None:
     for command in (["remove", tmp_path, "a"], ["add", tmp_path, corpus]):
         assert "has no build: name the folder of one" in refusal(*command)
     said = refusal("build", corpus, *options, "--resume", "--dtype", "float32")

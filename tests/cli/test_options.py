@@ -17,9 +17,16 @@ from pydantic import BaseModel, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from support.commands import every_command
 
+from ragorder import Settings
+from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.cli import main
-from ragorder.cli.options import Command, build, option, options_from, section
+from ragorder.cli.options import Command, build, in_options, option, options_from, section
+from ragorder.cli.proxy import ServerSettings
 from ragorder.cli.values import Choice, Count, Duration, Rate, Size
+from ragorder.eval.replay import DefaultLengths
+from ragorder.eval.running.specs import Bench
+from ragorder.eval.suites.quality.specs import AnswererSpec, QuestionsSpec
+from ragorder.kernels.engine_settings import EngineSettings
 
 
 class Oven(BaseModel):
@@ -122,6 +129,7 @@ class TestTypes:
         ("kind", "values"),
         [
             (Count(), {"7": 7, "10k": 10_000, "16K": 16_384, "-3": -3}),
+            (Size(), {"1_000_000": 10**6, "500MB": 500 * 10**6, "1.5KiB": 1536}),
             (Size(unit=1 << 20), {"8": 8 << 20, "0.5": 1 << 19, "8KiB": 8192, "1GB": 10**9, "8 gib": 8 << 30}),
             (Rate(), {"0.5": 0.5, "20k": 20_000.0}),
             (Duration(), {"90": 90.0, "90s": 90.0, "1.5m": 90.0, "1 h": 3600.0, "250ms": 0.25}),
@@ -237,3 +245,26 @@ class TestHelpOfEveryCommand:
             known = {name for each in options_of(command) for name in (*each.opts, *each.secondary_opts)}
             wanted = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*\b", text)) - known - {"--help", *FOREIGN}
             assert wanted == set(), command
+
+    @pytest.mark.parametrize(
+        ("path", "model", "names"),
+        [
+            (("order",), Settings, ("capacity_tokens", "search", "keep_groups")),
+            (("serve",), Settings, ("capacity_tokens", "block_size", "keep_first")),
+            (("engine",), EngineSettings, ("device_tokens", "disk_path", "max_requests")),
+            (("serve",), ServerSettings, tuple(ServerSettings.model_fields)),
+            (("route",), ServerSettings, ("port", "workers", "grace_s")),
+            (("tiers", "config"), TierSettings, tuple(TierSettings.model_fields)),
+            (("bench",), Bench, ("order", "engine", "model", "block_size", "output_tokens", "max_wait")),
+            (("eval", "quality"), QuestionsSpec, ("data", "limit", "document_words", "retriever")),
+            (("eval", "quality"), AnswererSpec, ("engine", "base_url", "capacity_tokens", "concurrency")),
+            (("replay",), DefaultLengths, tuple(DefaultLengths.model_fields)),
+        ],
+        ids=str,
+    )
+    def test_is_that_of_the_model(self, path: tuple[str, ...], model: type[Any], names: tuple[str, ...]) -> None:
+        said = " ".join(CliRunner().invoke(main, [*path, "--help"], terminal_width=80).output.split())
+        for name in names:
+            description = model.__pydantic_fields__[name].description
+            assert description is not None
+            assert in_options(description, model).removesuffix(".") in said

@@ -149,8 +149,9 @@ class TestPlan:
         assert shards(tmp_path / "plan") == [[]] * count
 
     def test_standard_input_is_read(self, tmp_path: Path) -> None:
-        assert invoke("plan", "-o", tmp_path / "plan", "--workers", "1", input='{"documents": ["a"]}\n').exit_code == 0
-        assert [row["documents"] for row in rows(tmp_path / "plan")] == [["a"]]
+        done = invoke("plan", "-o", tmp_path / "plan", "--workers", "1", input='{"documents": ["a", "b"]}\n')
+        assert done.exit_code == 0, done.output
+        assert [row["documents"] for row in rows(tmp_path / "plan")] == [["a", "b"]]
 
     def test_needs_none_of_the_extras(self, requests: Path, tmp_path: Path, python: Any) -> None:
         blocked = ("torch", "vllm", "faiss", "transformers", "numpy", "scipy", "ray", "pyarrow", "psutil")

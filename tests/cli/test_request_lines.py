@@ -179,7 +179,9 @@ class TestFields:
         ],
         ids=lambda part: next(iter(part)) if isinstance(part, dict) else "",
     )
-    def test_contradictions_are_refused(self, tmp_path: Path, command: str, wrong: dict[str, Any], said: str) -> None:
+    def test_fields_that_contradict_each_other_are_refused(
+        self, tmp_path: Path, command: str, wrong: dict[str, Any], said: str
+    ) -> None:
         line = {"time": 1, "documents": ["x", "y"]}
         path = written(tmp_path, line, line | wrong)
         done = run(command, path, tmp_path)

@@ -145,7 +145,7 @@ class TestConfig:
             (["--host-bytes", "1GiB", "--profile", __file__], "--profile"),
         ],
     )
-    def test_wrong_options_are_named(self, arguments: list[str], named: str) -> None:
+    def test_wrong_values_are_said_by_their_option(self, arguments: list[str], named: str) -> None:
         done = config(*arguments)
         assert done.exit_code == 2
         assert named in done.stderr
@@ -182,7 +182,9 @@ class TestServerStats:
     @pytest.mark.parametrize(
         ("before", "after", "known"), [("} 0.0", "} 1.0", True), ("vllm:ragorder_profile{", "other{", None)]
     )
-    def test_no_warning_of_measured_times(self, serve: Serve, before: str, after: str, known: bool | None) -> None:
+    def test_no_warning_where_times_are_measured_or_not_awaited(
+        self, serve: Serve, before: str, after: str, known: bool | None
+    ) -> None:
         page, line = TIERS.rsplit("\n", 2)[:2]
         url = serve(f"{page}\n{line.replace(before, after)}\n")
         assert fetch_tier_stats(url).profile is known

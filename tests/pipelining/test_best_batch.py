@@ -56,6 +56,13 @@ def test_no_split_is_faster(count: int, seconds: Callable[[int], float], sizes: 
     assert mean_s(followed(count, seconds, sizes), seconds) == pytest.approx(best_s)
 
 
+def test_all_or_half_by_equation_8s_threshold() -> None:
+    for waiting in (2, 32):
+        for off, expected in ((-1e-6, waiting), (1e-6, waiting // 2)):
+            law = PowerLaw(3.0, math.log2(3 / 2) + off)
+            assert best_batch(waiting, law, [waiting // 2, waiting]) == expected
+
+
 def test_unequal_batches_save_a_twentieth_near_the_threshold() -> None:
     law = PowerLaw(1.0, 0.59)
     equal_s = min(mean_s(equal_split(12, batches), law) for batches in range(1, 13))
@@ -77,7 +84,9 @@ class TestExpectedArrivals:
         assert best_batch(2, law, [1, 2, 4], arrivals_s=[0.1] * 20) == 2
 
     @given(st.integers(1, MOST), LAWS, SIZES, st.lists(st.floats(0, 10), max_size=4))
-    def test_late_ones_change_nothing(self, count: int, law: PowerLaw, sizes: list[int], later: list[float]) -> None:
+    def test_that_come_when_all_is_served_change_nothing(
+        self, count: int, law: PowerLaw, sizes: list[int], later: list[float]
+    ) -> None:
         served_s = count * law(MOST)
         first = best_batch(count, law, sizes, [served_s + at_s for at_s in later])
         batches = [first, *followed(count - first, law, sizes)]

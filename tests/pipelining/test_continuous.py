@@ -419,7 +419,9 @@ class TestSearchesThatEndEarly:
         for row, handle in enumerate(handles):
             assert_same(handle.result(), flat.search(queries[row : row + 1], 5, params=params_of(9)))
 
-    def test_by_errors_anywhere_end_once(self, flat: Any, queries: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_by_errors_anywhere_all_end_exactly_once(
+        self, flat: Any, queries: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Failures of the quantizer, of scans, of decoding and of the piece itself, and cancellations."""
         chance = random.Random(0)
 
@@ -467,7 +469,7 @@ class TestSearchesThatEndEarly:
         with pytest.raises(RuntimeError, match="this search is closed"):
             search.submit(queries[0], 5)
 
-    def test_leave_no_thread_and_no_search(self, flat: Any, queries: Any) -> None:
+    def test_leave_no_thread_and_no_search_behind(self, flat: Any, queries: Any) -> None:
         others = set(threading.enumerate())
         search = ContinuousIVF(flat, nprobe=9, cores=2)
         handle = search.submit(queries[0], 5)
@@ -508,6 +510,15 @@ class TestHistory:
             search.submit(query, 5, history=history, params=params_of(8)).result()
             stages = list(search.submit(query, 5, history=history, params=params_of(1)).stages())
             assert all(stage.ids.tolist() == stages[-1].ids.tolist() for stage in stages)
+
+    @pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
+    @pytest.mark.parametrize("whole", [True, False])
+    def test_leaves_equals_of_several_clusters_in_the_order_of_their_ids(self, metric: int, whole: bool) -> None:
+        index = build("IVF24,Flat", metric, tied(N, 0), ids=np.random.default_rng(1).permutation(N))
+        search = undriven(index, 24)
+        for query in tied(30, 3):
+            found = search.submit(query, 20, history=History(), whole=whole).result()
+            assert_same(found, index.search(query[None], 20, params=params_of(24)))
 
     def test_lets_similar_searches_find_their_results_earlier(self, flat: Any, related: Any) -> None:
         search = undriven(flat, 24)
@@ -658,7 +669,10 @@ class TestBadInput:
             undriven(flat).submit(np.zeros(D), 5, params=params, history=History())
 
     def test_bad_settings_of_the_index_that_come_later_are_refused(self, queries: Any) -> None:
-        for setting, value, says in (("nprobe", 0, "has nprobe 0: set it to at"), ("max_codes", 9, "set it to 0")):
+        for setting, value, says in (
+            ("nprobe", 0, "the index has nprobe 0: set it to at least 1"),
+            ("max_codes", 100, "a limit across stages: set it to 0"),
+        ):
             index = build()
             search = undriven(index)
             setattr(index, setting, value)

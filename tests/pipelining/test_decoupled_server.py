@@ -104,6 +104,12 @@ class TestAnswers:
             assert server.unfinished == prompts.open == engine.running == 0 and prompts.confirmed == 60
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
+    async def test_can_be_streamed(self, search: Any, index: Any, joins: bool) -> None:
+        async with server_on(search, joins=joins) as server, server.stream(question()) as stream:
+            pieces = [piece async for piece in stream]
+        assert len(pieces) == 20 and stream.answer is not None
+        assert ["".join(pieces)] == [stream.answer.text] == expected(index, 0)
+
     async def test_of_a_batch_come_as_they_end(self, search: Any, index: Any, joins: bool) -> None:
         asked: list[int] = []
 

@@ -76,6 +76,16 @@ class TestWhoIsNext:
         expected = [*sorted(back[:count]), 8]
         assert list(queue) == expected and drain(queue) == expected
 
+    def test_lengths_are_read_when_a_request_is_taken(self) -> None:
+        queue: CacheAwareQueue[str] = CacheAwareQueue()
+        cached = {"a": 1.0, "b": 2.0, "c": 3.0}
+        for name in cached:
+            queue.enter(name, lambda name=name: CachedLengths(cached[name], 1))  # type: ignore[misc]
+        cached["a"] = 9
+        assert queue.take().item == "a"
+        cached["b"] = 9
+        assert queue.take().item == "b"
+
     def test_items_with_missing_or_failing_lengths_count_as_not_cached(self, caplog: pytest.LogCaptureFixture) -> None:
         queue: CacheAwareQueue[str] = CacheAwareQueue()
         queue.enter("plain")
@@ -185,6 +195,18 @@ class Stage:
 
 
 class TestTheGate:
+    async def test_so_many_at_a_time_and_the_best_of_the_others_next(self) -> None:
+        stage = Stage(2)
+        for number, name in enumerate("abcde"):
+            await stage.send(name, lengths=priority(number))
+        assert stage.begun == ["a", "b"]
+        await stage.end("a")
+        assert stage.begun == ["a", "b", "e"]
+        await stage.end("b", "e")
+        assert stage.begun == ["a", "b", "e", "d", "c"]
+        await stage.end("c", "d")
+        stage.assert_idle()
+
     @pytest.mark.parametrize("when", ["while waiting", "when let through", "and is not awake yet"])
     async def test_who_gives_up_passes_the_place_on(self, when: str) -> None:
         stage = Stage(1)
@@ -282,7 +304,9 @@ class TestPredicting:
         requests=st.lists(NAMES, max_size=12),
         options=st.sampled_from([{}, {"search": "greedy"}, {"max_displacement": 0}, {"keep_first": 1}]),
     )
-    def test_equals_the_orderings_and_records_nothing(self, requests: list[list[str]], options: dict[str, Any]) -> None:
+    def test_is_what_an_ordering_predicts_and_nothing_is_recorded(
+        self, requests: list[list[str]], options: dict[str, Any]
+    ) -> None:
         shape: dict[str, Any] = {"block_size": 16, "capacity_tokens": 256, "prefix_tokens": 20, "strict": True}
         asked, other = Orderer(**shape, **options), Orderer(**shape, **options)
         for names in requests:
@@ -547,15 +571,24 @@ class TestTheBatchApi:
         assert orderer.unfinished == []
 
     @pytest.mark.parametrize(
-        ("options", "order"), [({}, "02461357"), ({"window": 2}, "02413576"), ({"window": 0}, "01234567")]
+        ("options", "order", "cached"),
+        [
+            ({}, "02461357", "246357"),
+            ({"window": 2}, "02413576", "24357"),
+            ({"window": 0}, "01234567", ""),
+        ],
     )
     def test_those_go_first_that_the_cache_has_most_of_within_the_window(
-        self, many: Many, far_end: FarEnd, options: dict[str, int], order: str
+        self, many: Many, far_end: FarEnd, options: dict[str, int], order: str, cached: str
     ) -> None:
-        list(many(alternating(8), concurrency=1, **options))
+        answers = dict(many(alternating(8), concurrency=1, **options))
         assert far_end.questions == [f"q{number}" for number in order]
+        hits = [number for number in order if answers[int(number)].ordering.cached_tokens]
+        assert hits == [*cached]
 
-    def test_each_is_laid_out_for_others_of_its_scope(self, many: Many, far_end: FarEnd, orderer: Tracking) -> None:
+    def test_each_is_laid_out_for_those_that_wait_in_its_scope(
+        self, many: Many, far_end: FarEnd, orderer: Tracking
+    ) -> None:
         requests = [
             (question, documents, "xy"[number % 3 == 0]) for number, (question, documents) in enumerate(alternating(30))
         ]

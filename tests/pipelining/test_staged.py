@@ -111,7 +111,9 @@ class TestStages:
             ({"ef_search": 3}, [4]),
         ],
     )
-    def test_of_hnsw_grow_in_ef(self, options: dict[str, Any], searched: list[int], hnsw: Any, queries: Any) -> None:
+    def test_of_hnsw_are_searches_with_growing_ef(
+        self, options: dict[str, Any], searched: list[int], hnsw: Any, queries: Any
+    ) -> None:
         hnsw.hnsw.efSearch = 64
         for stage, ef_search in zip(StagedHNSW(hnsw, **options).search(queries[:100], 4), searched, strict=True):
             assert_same(stage, hnsw.search(queries[:100], 4, params=faiss.SearchParametersHNSW(efSearch=ef_search)))

@@ -373,27 +373,72 @@ class TestRuns:
 class TestJoins:
     """Which nodes start together: `Tokens`, without anything to run."""
 
+    def tokens(self, *edges: Any, **options: Any) -> Tokens:
+        graph = RAGraph()
+        ids = dict.fromkeys(place for source, target, *_ in edges for place in (source, target))
+        for id in ids:
+            if isinstance(id, str):
+                graph.add_step(id, nothing, writes=id)
+        for source, target, *to in edges:
+            graph.add_edge(source, target, to=to)
+        return Tokens(
+            graph.compile(answer=next(id for id in ids if isinstance(id, str)), **options), State.of(QUESTION)
+        )
+
+    def go(self, tokens: Tokens, *ids: str) -> list[tuple[Any, int]]:
+        """End these runs; what starts then."""
+        for run in tokens.running:
+            if run.id in ids:
+                tokens.finish(run, {run.id: run.round})
+        return [(run.id, run.round) for run in tokens.take()]
+
+    @pytest.mark.parametrize("slow", [False, True])
+    def test_a_loop_ends_before_what_follows_it_joins(self, slow: bool) -> None:
+        """However long the branch beside it takes."""
+        again = iter([True, True, False])
+        tokens = self.tokens(
+            (START, "kb"), (START, "refine"), ("kb", "answer"), ("answer", END),
+            ("refine", lambda state: "refine" if next(again) else "answer", "refine", "answer"),
+            max_rounds=3,
+        )  # fmt: skip
+        assert self.go(tokens) == [("kb", 0), ("refine", 0)]
+        if not slow:
+            assert self.go(tokens, "kb") == []
+        for round in (1, 2):
+            assert self.go(tokens, "refine") == [("refine", round)]
+        started = self.go(tokens, "refine")
+        if slow:
+            assert started == []
+            started = self.go(tokens, "kb")
+        assert started == [("answer", 0)]
+        assert self.go(tokens, "answer") == [] and tokens.done
+        assert (tokens.state["kb"], tokens.state["refine"]) == (0, 2)
+
+    def test_what_leaves_a_loop_in_each_round_arrives_once(self) -> None:
+        again = iter([True, False])
+        tokens = self.tokens(
+            (START, "a"), ("a", "log"), ("log", END), ("a", lambda state: "a" if next(again) else END, "a", END),
+            max_rounds=2,
+        )  # fmt: skip
+        assert self.go(tokens) == [("a", 0)]
+        assert self.go(tokens, "a") == [("a", 1)]
+        assert self.go(tokens, "a") == [("log", 0)]
+        assert self.go(tokens, "log") == [] and tokens.done
+        assert tokens.state["a"] == 1
+
     def test_a_loop_that_is_joined_beyond_its_head_begins_before_the_other_branch_ends(self) -> None:
-        graph, again = RAGraph(), iter([True, False])
-        for id in ("kb", "web", "answer"):
-            graph.add_step(id, nothing, writes=id)
-        graph.add_edge(START, "kb").add_edge(START, "web").add_edge("kb", "answer").add_edge("web", "answer")
-        graph.add_edge("answer", lambda state: "web" if next(again) else END, to=("web", END))
-        tokens = Tokens(graph.compile(2, answer="kb"), State.of(QUESTION))
-
-        def go(*ids: str) -> list[tuple[Any, int]]:
-            """End these runs; what starts then."""
-            for run in tokens.running:
-                if run.id in ids:
-                    tokens.finish(run, {})
-            return [(run.id, run.round) for run in tokens.take()]
-
-        assert go() == [("kb", 0), ("web", 0)]
-        assert go("web") == []
-        assert go("kb") == [("answer", 0)]
-        assert go("answer") == [("web", 1)]
-        assert go("web") == [("answer", 1)]
-        assert go("answer") == [] and tokens.done
+        again = iter([True, False])
+        tokens = self.tokens(
+            (START, "kb"), (START, "web"), ("kb", "answer"), ("web", "answer"),
+            ("answer", lambda state: "web" if next(again) else END, "web", END),
+            max_rounds=2,
+        )  # fmt: skip
+        assert self.go(tokens) == [("kb", 0), ("web", 0)]
+        assert self.go(tokens, "web") == []
+        assert self.go(tokens, "kb") == [("answer", 0)]
+        assert self.go(tokens, "answer") == [("web", 1)]
+        assert self.go(tokens, "web") == [("answer", 1)]
+        assert self.go(tokens, "answer") == [] and tokens.done
 
     def test_of_two_values_the_last_one_stays(self) -> None:
         """The one that was written in a round after, though fewer nodes led to it."""
