@@ -98,6 +98,7 @@ class TestWarned:
     def test_it_is_shown_where_nothing_is_set_up(self, python: Any) -> None:
         script = "from ragorder import *; o = Orderer(key=lambda d: 1 / 0); o.order([Document('SECRET', 'SECRET')])"
         done = python("-c", script)
+        assert done.returncode == 0, done.stderr
         assert "DegradedWarning: ordering failed with ZeroDivisionError" in done.stderr
         assert "SECRET" not in done.stderr.replace(script, "")
 

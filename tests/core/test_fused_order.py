@@ -150,7 +150,7 @@ def test_documents_of_many_requests_become_exact_though_all_could_be_reused() ->
 
 
 def popular(orderer: Orderer) -> None:
-    """Two hundred requests with d0 and something else each time, all without a trace."""
+    """Two hundred requests with d0 and something else each time, all discarded."""
     for number in range(200):
         orderer.order([Document(f"x{number}", f"x{number}", tokens=64), DOCUMENTS[0]]).discard()
 

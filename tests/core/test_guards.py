@@ -103,7 +103,7 @@ def test_the_completed_order_satisfies_every_guard(
     assert all(request.permits(completed[:length]) for length in range(len(completed) + 1))
 
 
-def test_the_default_guards_nothing() -> None:
+def test_the_default_guards_nothing_and_any_one_setting_is_a_guard() -> None:
     assert not Guards()
     given = {"keep_first": 1, "keep_last": 1, "max_displacement": 0, "keep_groups": True, "max_gain_lost": 0.0}
     assert all(Guards(**{name: value}) for name, value in given.items())  # type: ignore[arg-type]
@@ -117,9 +117,12 @@ def test_the_default_guards_nothing() -> None:
     [
         (Guards(keep_first=2), [0, 1, 5, 4, 3, 2]),
         (Guards(keep_last=2), [5, 4, 3, 2, 1, 0]),
+        (Guards(keep_last=1), [5, 4, 3, 2, 1, 0]),
+        (Guards(keep_first=6), [0, 1, 2, 3, 4, 5]),
         (Guards(keep_first=9), [0, 1, 2, 3, 4, 5]),
         (Guards(keep_last=9), [5, 4, 3, 2, 1, 0]),
         (Guards(max_displacement=0), [0, 1, 2, 3, 4, 5]),
+        (Guards(max_displacement=1), [1, 0, 3, 2, 5, 4]),
         (Guards(max_displacement=2), [2, 3, 0, 1, 5, 4]),
         (Guards(keep_groups=True), [2, 4, 0, 1, 3, 5]),
         (Guards(keep_first=1, max_displacement=1), [0, 2, 1, 4, 3, 5]),

@@ -118,7 +118,10 @@ class TestWhatIsRefused:
             (b'{"id": "\xff"}', "not UTF-8: a line looks like {}"),
             (b"[" * 100_000, "nested too deeply: a line looks like {}"),
             (b'{"id": NaN}', "a number in it cannot be read (NaN, infinite or too many digits): a line looks like {}"),
-            (b'{"id": -Infinity}', "a number in it cannot be read (NaN, infinite or too many digits)"),
+            (
+                b'{"id": -Infinity}',
+                "a number in it cannot be read (NaN, infinite or too many digits): a line looks like {}",
+            ),
             ([1], "must be an object, not a list: a line looks like {}"),
             ({"parts": []}, '"id" is missing: add it'),
             ({"id": True, "parts": []}, '"id" must be a string or an integer, not a boolean'),
@@ -126,7 +129,10 @@ class TestWhatIsRefused:
             ({"id": 1, "parts": ["a", None]}, '"parts[1]" must be a string or an object, not null'),
             ({"id": 1, "parts": [{}]}, '"parts[0].name" is missing: add it'),
             ({"id": 1, "parts": [{"name": ""}]}, '"parts[0].name" must not be empty'),
-            ({"id": 1, "parts": [{"name": "a", "size": 1.5}]}, '"parts[0].size" must be an integer, not a decimal'),
+            (
+                {"id": 1, "parts": [{"name": "a", "size": 1.5}]},
+                '"parts[0].size" must be an integer, not a decimal number',
+            ),
             ({"id": 1, "parts": [{"name": "a", "size": -1}]}, '"parts[0].size" must be at least 0'),
             ({"id": 1, "parts": [{"name": "a", "size": 10**30}]}, '"parts[0].size" must be at most 1,000,000'),
             ({"id": 1, "parts": [*["a"] * 10, 3, {}]}, '"parts[10]" must be a string or an object, not an integer'),

@@ -433,6 +433,7 @@ class TestPreview:
     def test_preview_considers_waiting_requests(self) -> None:
         waiting = [documents("c"), documents("cd")]
         assert [each.id for each in strict().preview(documents("abc"), waiting=waiting)] == ["c", "a", "b"]
+        assert ids(strict().order(documents("abc"), waiting=waiting)) == "cab"
 
     def test_the_callers_own_objects_each_as_often_as_given(self) -> None:
         a, b = documents("ab")
@@ -975,6 +976,12 @@ class TestBatch:
     def test_a_negative_wait_is_an_error_of_the_caller(self) -> None:
         with pytest.raises(ValueError, match="max_wait"):
             Orderer().order_batch([documents("ab")], max_wait=-1)
+
+    def test_an_empty_batch(self) -> None:
+        batch = strict().order_batch([])
+        assert (len(batch), list(batch), list(batch.indices)) == (0, [], [])
+        with pytest.raises(IndexError):
+            batch[0]
 
     def test_a_request_is_in_flight_only_once_it_is_taken(self) -> None:
         orderer = strict()

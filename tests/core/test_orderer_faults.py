@@ -166,7 +166,7 @@ class TestInterrupts:
 
 @contextmanager
 def in_another_thread(work: Callable[[Callable[[], object]], object]) -> Iterator[None]:
-    """The work, held until the block ends where it calls what it is given."""
+    """Runs the work in a thread, which waits, where the work calls its argument, until the block ends."""
     entered, leave = threading.Event(), threading.Event()
     holder = threading.Thread(target=work, args=(lambda: (entered.set(), leave.wait(PATIENCE_S)),))
     holder.start()

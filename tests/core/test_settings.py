@@ -79,7 +79,7 @@ class TestSources:
                 one.setenv(f"RAGORDER_{name.upper()}", str(value))
                 assert getattr(Settings(), name) == value
 
-    def test_a_keyword_wins_over_the_environment_where_none_is_no_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_none_in_the_environment_is_no_limit_and_a_keyword_wins(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RAGORDER_CAPACITY_TOKENS", "none")
         assert Settings().capacity_tokens is None
         assert Settings(capacity_tokens=64).capacity_tokens == 64
@@ -161,17 +161,20 @@ class TestValidation:
         [
             (
                 {"keep_first": 1, "keep_last": 1},
-                "keep_first and keep_last exclude each other: keep the top documents at",
+                "keep_first and keep_last exclude each other: keep the top documents at one end",
             ),
             (
                 {"best": "first", "keep_last": 1},
-                "best='first' and keep_last exclude each other: give keep_first, or leave",
+                "best='first' and keep_last exclude each other: give keep_first, or leave one out",
             ),
             (
                 {"best": "last", "keep_first": 1},
-                "best='last' and keep_first exclude each other: give keep_last, or leave",
+                "best='last' and keep_first exclude each other: give keep_last, or leave one out",
             ),
-            ({"reuse": "fused", "events_endpoint": "tcp://h:1"}, "no KV events: leave events_endpoint out"),
+            (
+                {"reuse": "fused", "events_endpoint": "tcp://h:1"},
+                "reuse='fused' needs the embedded engine, which has no KV events: leave events_endpoint out",
+            ),
         ],
         ids=str,
     )

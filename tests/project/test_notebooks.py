@@ -100,6 +100,12 @@ class TestWhatTheyAskFor:
         assert re.findall(r"pip install (?:-e )?'\.\[([\w,-]+)\]' notebook", first) == [extras]
         assert f"'.[{extras}]' notebook" in (NOTEBOOKS / "README.md").read_text("utf-8")
 
+    def test_none_says_that_eval_run_compares_answers(self) -> None:
+        """`ragorder eval quality` does."""
+        paths = sorted(NOTEBOOKS.glob("*.ipynb"))
+        assert len(paths) == 5, "as many as are named above"
+        assert not [path for path in paths if "`ragorder eval run` compares" in path.read_text("utf-8")]
+
 
 @pytest.mark.slow
 class TestYourOwnCorpus:

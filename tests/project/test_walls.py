@@ -27,7 +27,7 @@ for name, module in list(sys.modules.items()):
 
 @cache
 def modules() -> dict[str, Path]:
-    """Ours, by name."""
+    """Files of our modules, by name."""
     found = {}
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.py"):

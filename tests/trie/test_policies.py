@@ -153,6 +153,19 @@ def reference() -> ModuleType:
     return module
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_workloads_draw_what_the_reference_draws(reference: ModuleType, name: str, seed: int) -> None:
+    draws = {"mix8": reference.w_mix, "zipf10": reference.w_zipf, "geo": reference.w_geo}
+    overlap = float(name[2:]) if name.startswith("ov") else 0.6
+    options = {} if name in draws else {"overlap": overlap, "shuffle": name != "paper"}
+    trace, corpus_size = draws.get(name, reference.w_paper)(seed, **options)
+    workload = make_workload(name, seed)
+    assert workload.rankings == [documents for documents, _ in trace]
+    lengths = [document.token_count for document in workload.documents]
+    assert lengths == [reference.doc_len(number) for number in range(corpus_size)]
+
+
 @pytest.mark.parametrize("in_flight", [1, 3, 8])
 @pytest.mark.parametrize("capacity_tokens", [1, 16, 300, 1_000, 5_000, 1_000_000])
 def test_the_engine_is_the_reference_engine(reference: ModuleType, capacity_tokens: int, in_flight: int) -> None:

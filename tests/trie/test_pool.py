@@ -123,6 +123,19 @@ class TestForgotten:
 
 
 class TestFeedback:
+    def test_once_a_hit_is_confirmed_a_loss_is_of_all_scopes(self) -> None:
+        pool = Pool(100 * BLOCK, BLOCK)
+        one, other = make(pool)
+        corrected = FeedbackResidency(other)
+        serve(one, "ab")
+        serve(other, "cd")
+        for reported in (8 * BLOCK, 0):
+            lease = start(corrected, "cdx")
+            assert lease.cached_tokens == (4 if reported else 6) * BLOCK
+            corrected.release(lease, reported)
+        assert (held(one), held(other)) == (0, 6)
+        assert pool.used_blocks == 6 + 4, "others have its room"
+
     def test_before_a_hit_is_confirmed_a_loss_is_of_the_one_that_reports_it(self) -> None:
         pool = Pool(100 * BLOCK, BLOCK)
         one, other = make(pool)

@@ -45,8 +45,9 @@ def test_is_the_set_of_the_prefixes_that_were_inserted_and_not_removed(
             assert node.parent is (path[place - 1] if place else None)
             assert (node.end, node.blocks) == (end, owners.count(place))
             assert (node.missing, node.stamp, node.leases) == (node.blocks, 0, 0)
-        node.missing = data.draw(st.integers(0, node.blocks), "missing")
-        assert tree.cached_tokens(node) == (len(owners) - node.missing) * block_size
+        node.missing = missing = data.draw(st.integers(0, node.blocks), "missing")
+        assert tree.insert(KEYS, tokens, order) == path and node.missing == missing, "inserted again it stays"
+        assert tree.cached_tokens(node) == (len(owners) - missing) * block_size
         node.missing = node.blocks
         assert paths(tree) == expected
         leaves = [each for each in expected if each and expected[each].children is None]
