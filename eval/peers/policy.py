@@ -109,7 +109,7 @@ class Worker:
             watchdog.cancel()
         if not isinstance(answer, dict):
             self.close()
-            raise PeerError(f"the peer's process ended, or gave no answer within {timeout_s:.0f} s")
+            raise PeerError(f"the peer's process ended, or gave no answer within {timeout_s:g} s")
         return answer
 
 

@@ -26,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 from support.cloud import CACHED, COMPLETION, PROMPT, Cloud
-from support.requests import TEMPLATE, TEXTS, RecordingOrderer, asked, tag, user
+from support.sent_requests import TEMPLATE, TEXTS, RecordingOrderer, asked, tag, user
 from support.serving_app import serving
 from support.waiting import eventually
 

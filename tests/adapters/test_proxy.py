@@ -25,9 +25,20 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from support import requests
-from support.requests import CERTIFICATES, CHAT, ROLE, TEMPLATE, TEXTS, TOKEN, RecordingOrderer, names_in, tag, written
+from support import sent_requests
 from support.rings import grid
+from support.sent_requests import (
+    CERTIFICATES,
+    CHAT,
+    ROLE,
+    TEMPLATE,
+    TEXTS,
+    TOKEN,
+    RecordingOrderer,
+    names_in,
+    tag,
+    written,
+)
 from support.serve_process import SERVE, ServeProcess, launching
 from support.waiting import eventually
 
@@ -242,7 +253,7 @@ def proxy(start: Start) -> Proxy:
     return start()
 
 
-tagged = partial(requests.tagged, messages=[SYSTEM])
+tagged = partial(sent_requests.tagged, messages=[SYSTEM])
 
 
 def chat(names: str, **fields: Any) -> dict[str, Any]:
@@ -629,8 +640,8 @@ class TestDocumentsInMessages:
 
     def test_numbers_in_headers_travel_with_their_documents(self, proxy: Proxy, far_end: FarEnd) -> None:
         for names, ids in (("abc", "789"), ("cab", "978")):
-            proxy.post({"messages": [requests.user(written(names, ids))]})
-        assert far_end.last.json == {"messages": [requests.user(written("abc", "789"))]}
+            proxy.post({"messages": [sent_requests.user(written(names, ids))]})
+        assert far_end.last.json == {"messages": [sent_requests.user(written("abc", "789"))]}
 
     def test_the_first_message_with_two_or_more_is_ordered(self, proxy: Proxy, far_end: FarEnd) -> None:
         def body(first: str, second: str) -> dict[str, Any]:

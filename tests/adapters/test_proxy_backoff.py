@@ -17,7 +17,7 @@ pytest.importorskip("uvicorn")
 
 import httpx2
 from prometheus_client import CollectorRegistry
-from support.requests import CERTIFICATES, CHAT, TOKEN, get, plain, post, received, tagged
+from support.sent_requests import CERTIFICATES, CHAT, TOKEN, get, plain, post, received, tagged
 
 from ragorder import Orderer
 from ragorder.adapters.proxy import Fleet, ReplicaAddress, Timeouts, make_app

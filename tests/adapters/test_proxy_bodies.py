@@ -24,8 +24,8 @@ from ragorder.common.counts import Estimate
 pytest.importorskip("starlette")
 
 from support.bodies import Bodies
-from support.requests import TEMPLATE, tag, tagged, user
 from support.rings import grid, length
+from support.sent_requests import TEMPLATE, tag, tagged, user
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.untrusted_json import MAX_VALUES, TooManyValuesError, count_values

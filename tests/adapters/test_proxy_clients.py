@@ -17,8 +17,8 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from support.cloud import CACHED, COMPLETION, PROMPT, Cloud
-from support.requests import TEMPLATE, TEXTS, RecordingOrderer, asked, names_in, tag, user
 from support.rings import grid
+from support.sent_requests import TEMPLATE, TEXTS, RecordingOrderer, asked, names_in, tag, user
 from support.serving_app import serving
 from support.waiting import eventually
 

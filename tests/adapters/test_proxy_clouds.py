@@ -16,7 +16,7 @@ from ragorder.clouds import cache_rules, read_cloud_usage
 pytest.importorskip("starlette")
 
 from support.bodies import Bodies
-from support.requests import TEMPLATE, user
+from support.sent_requests import TEMPLATE, user
 
 from ragorder.adapters.proxy.ordering import OrderedRequest
 from ragorder.eval.engines.cloud import CloudAnswer, SimulatedCloud

@@ -18,7 +18,7 @@ pytest.importorskip("starlette")
 
 import httpx2
 from support.bodies import Bodies
-from support.requests import CHAT, TEMPLATE, TEXTS, assistant, echo, part, post_to, proxy_to, user, written
+from support.sent_requests import CHAT, TEMPLATE, TEXTS, assistant, echo, part, post_to, proxy_to, user, written
 
 from ragorder.adapters.observing import ObservedOrderer
 from ragorder.adapters.proxy import DocumentTemplate, TemplateError

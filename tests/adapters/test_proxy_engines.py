@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from support.requests import get, post
+from support.sent_requests import get, post
 from support.serve_process import ServeProcess, launching
 from support.streamed_answer import StreamedAnswer, stream
 from support.waiting import eventually

@@ -23,10 +23,10 @@ pytest.importorskip("aiohttp")
 
 import httpx2
 from prometheus_client import CollectorRegistry, generate_latest
-from support import requests
+from support import sent_requests
 from support.fake_engine import EngineProcess, Engines
-from support.requests import CERTIFICATES, CHAT, ROLE, TOKEN, get, plain, post
 from support.rings import length
+from support.sent_requests import CERTIFICATES, CHAT, ROLE, TOKEN, get, plain, post
 from support.serve_process import Served
 from support.streamed_answer import StreamedAnswer, stream
 from support.waiting import eventually, until
@@ -41,7 +41,7 @@ Run = Callable[..., Served]
 MakeProxy = Callable[..., "Proxy"]
 TEXTS = {f"d{number}": f"document {number} is about {number * 7919 % 1000}. " * 48 for number in range(60)}
 CAPACITY = 16_384
-tagged = partial(requests.tagged, texts=TEXTS)
+tagged = partial(sent_requests.tagged, texts=TEXTS)
 
 
 @pytest.fixture(scope="module")
@@ -507,10 +507,10 @@ class TestAFleet:
 
         async def far_end(scope: Any, receive: Any, send: Any) -> None:
             asked.append(scope)
-            await requests.echo(scope, receive, send)
+            await sent_requests.echo(scope, receive, send)
 
         fleet = Fleet([ReplicaAddress("http://far.end", Orderer())], check_s=0.01)
-        app = requests.proxy_to(far_end, upstream=fleet)
+        app = sent_requests.proxy_to(far_end, upstream=fleet)
         given: asyncio.Queue[Any] = asyncio.Queue()
         lifespan = asyncio.create_task(app({"type": "lifespan"}, given.get, asyncio.Queue().put))
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://proxy") as client:

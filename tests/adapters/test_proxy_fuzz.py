@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from support.requests import CHAT, proxy_to
 from support.rings import length
+from support.sent_requests import CHAT, proxy_to
 
 from ragorder import Orderer
 

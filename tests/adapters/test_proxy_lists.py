@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 pytest.importorskip("starlette")
 
 from support.bodies import Bodies
-from support.requests import user
 from support.rings import length
+from support.sent_requests import user
 
 from ragorder.adapters.proxy.bodies.presets import find_templates
 

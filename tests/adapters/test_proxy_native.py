@@ -11,7 +11,7 @@ pytest.importorskip("starlette")
 
 import httpx2
 from support.bodies import Bodies
-from support.requests import CHAT, assistant, part, post_to, proxy_to, received, user
+from support.sent_requests import CHAT, assistant, part, post_to, proxy_to, received, user
 
 from ragorder import Orderer
 from ragorder.adapters.proxy import Fleet, ReplicaAddress

@@ -23,7 +23,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from support.requests import CERTIFICATES, get, post, tagged
+from support.sent_requests import CERTIFICATES, get, post, tagged
 from support.serving_app import serving
 from support.waiting import eventually
 

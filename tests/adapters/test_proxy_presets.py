@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 pytest.importorskip("starlette")
 
 from support.bodies import Bodies
-from support.requests import TEXTS, echo, post_to, proxy_to
 from support.rings import ALL, grid, length
+from support.sent_requests import TEXTS, echo, post_to, proxy_to
 from support.shaped_requests import CORPORA, MARKS, ask, retrievals, texts_of
 
 from ragorder import Orderer

@@ -17,8 +17,8 @@ pytest.importorskip("prometheus_client")
 
 import httpx2
 from prometheus_client import CollectorRegistry
-from support import requests
-from support.requests import CHAT, TOKEN, plain
+from support import sent_requests
+from support.sent_requests import CHAT, TOKEN, plain
 from support.waiting import turns
 
 from ragorder.adapters.observing.observed import ObservedOrderer
@@ -28,7 +28,7 @@ from ragorder.adapters.proxy.pages import StatsPages
 
 
 def tagged(query: str, names: Iterable[str] = "", **fields: Any) -> dict[str, Any]:
-    return requests.tagged(names, query, **fields)
+    return sent_requests.tagged(names, query, **fields)
 
 
 class FarEnd:

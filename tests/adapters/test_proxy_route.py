@@ -13,7 +13,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from support.cloud import Cloud
-from support.requests import TEMPLATE, TEXTS, asked, part, post, tagged, user
+from support.sent_requests import TEMPLATE, TEXTS, asked, part, post, tagged, user
 from support.serve_process import Served
 
 from ragorder import Document, Orderer, PromptBuilder

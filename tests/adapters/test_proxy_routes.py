@@ -19,7 +19,7 @@ pytest.importorskip("starlette")
 
 import httpx2
 from support.bodies import Bodies
-from support.requests import ROLE, TEMPLATE, TEXTS, TOKEN, part, post_to, proxy_to, tag, user, written
+from support.sent_requests import ROLE, TEMPLATE, TEXTS, TOKEN, part, post_to, proxy_to, tag, user, written
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.proxy import DocumentTemplate

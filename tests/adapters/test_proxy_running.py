@@ -23,8 +23,8 @@ pytest.importorskip("uvicorn")
 
 import httpx2
 from support.http_server import PageServer
-from support.requests import CERTIFICATES, TEMPLATE
 from support.rings import grid
+from support.sent_requests import CERTIFICATES, TEMPLATE
 from support.serve_process import SERVE, Served, ServeProcess, launching
 
 from ragorder import Document, PromptBuilder

@@ -17,8 +17,8 @@ pytest.importorskip("starlette")
 
 from support.bodies import Bodies
 from support.inside import scopes_of
-from support.requests import TEMPLATE, RecordingOrderer, assistant, echo, proxy_to, user, written
 from support.rings import length
+from support.sent_requests import TEMPLATE, RecordingOrderer, assistant, echo, proxy_to, user, written
 
 from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments, TemplateError
 from ragorder.adapters.proxy.bodies.turns import SentTurns

@@ -18,7 +18,7 @@ pytest.importorskip("uvicorn")
 
 import httpx2
 from support.redis_server import SERVER, RedisServer
-from support.requests import CERTIFICATES, post
+from support.sent_requests import CERTIFICATES, post
 from support.serve_process import ServeProcess, launching
 from support.streamed_answer import StreamedAnswer, stream
 from support.waiting import eventually

@@ -22,7 +22,7 @@ import httpx2
 from click.testing import CliRunner
 from support.http_server import Handler, LocalServer
 from support.redis_server import SERVER, RedisServer
-from support.requests import get, plain, post, tagged
+from support.sent_requests import get, plain, post, tagged
 from support.serve_process import SERVE, ServeProcess, launching
 from support.waiting import eventually
 

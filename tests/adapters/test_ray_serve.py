@@ -19,7 +19,7 @@ pytest.importorskip("aiohttp")
 
 import httpx2
 from support.ray_engines import FakeReplica, NeverEnding, ReplicaProcess, deploying, replicas_in
-from support.requests import CERTIFICATES, CHAT, get, post
+from support.sent_requests import CERTIFICATES, CHAT, get, post
 from support.streamed_answer import StreamedAnswer, stream
 from support.waiting import eventually
 

@@ -229,7 +229,7 @@ class TestTheProxy:
     def post(self, orderer: Orderer) -> Post:
         """Sends a body through a proxy with these options; returns what the server is sent."""
         pytest.importorskip("starlette")
-        from support.requests import echo, post_to, proxy_to
+        from support.sent_requests import echo, post_to, proxy_to
 
         def post(body: Mapping[str, Any], *, orderer: Orderer = orderer, **options: Any) -> dict[str, Any]:
             answer = post_to(proxy_to(echo, orderer, **{"send_facts": True} | options), body)

@@ -26,8 +26,7 @@ RUN = Path(__file__).parents[1] / "support" / "hybrid_engine.py"
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    # -P: files beside it have the names of packages.
-    command = [sys.executable, "-P", str(RUN), str(tmp_path)]
+    command = [sys.executable, str(RUN), str(tmp_path)]
     with (
         open(tmp_path / "log", "w") as log,
         subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=log, text=True) as process,

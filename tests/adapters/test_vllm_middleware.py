@@ -23,8 +23,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from support.requests import CERTIFICATES, CHAT, TEXTS, asked, get, post, tag, tagged, user
 from support.rings import length
+from support.sent_requests import CERTIFICATES, CHAT, TEXTS, asked, get, post, tag, tagged, user
 from support.serve_process import ServeProcess, launching
 
 from ragorder import Orderer

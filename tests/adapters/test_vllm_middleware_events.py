@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
-from support.requests import CHAT, TEMPLATE, asked, get, post, tagged, user, written
+from support.sent_requests import CHAT, TEMPLATE, asked, get, post, tagged, user, written
 from support.waiting import eventually
 
 from ragorder.adapters.proxy.bodies.followed_tokens import FollowedTokens

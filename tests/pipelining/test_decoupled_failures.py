@@ -224,6 +224,7 @@ async def test_ten_thousand_failures(joins: bool, passes: bool, path: Path, inde
             observer=observe,
         ) as server:
             while faults.shortages < failures or not all(outcomes[each] for each in wanted):
+                assert count < 100 * failures, outcomes
                 count += 40
                 await asyncio.gather(
                     *(request(server, streamed=number % 5 == 0) for number in range(40)), reorganise(server, search)

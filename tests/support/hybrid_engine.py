@@ -3,7 +3,7 @@
 It tells the size of its blocks before it reads the prompts: vLLM makes them as large as the state of a layer, in the
 units of the processor's kernels.
 
-python -P hybrid_engine.py FOLDER ['{"max_num_batched_tokens": 640}'] < prompts.json   # a list of lists of token ids
+python hybrid_engine.py FOLDER ['{"max_num_batched_tokens": 640}'] < prompts.json   # a list of lists of token ids
 """
 
 from __future__ import annotations

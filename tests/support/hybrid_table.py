@@ -44,8 +44,7 @@ def main() -> None:
     for changes in _OPTIONS:
         click.echo(f"\n{json.dumps(changes) if changes else 'all defaults'}")
         with tempfile.TemporaryDirectory() as folder:
-            # -P: files beside it have the names of packages.
-            command = [sys.executable, "-P", str(_ENGINE), folder, json.dumps(changes)]
+            command = [sys.executable, str(_ENGINE), folder, json.dumps(changes)]
             done = subprocess.run(command, input=json.dumps(prompts()), capture_output=True, text=True)
         line = next((each for each in done.stdout.splitlines() if each.startswith("FOUND ")), None)
         if line is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2
 
-from support.requests import CERTIFICATES
+from support.sent_requests import CERTIFICATES
 
 
 @dataclass
