@@ -176,7 +176,9 @@ class TestALease:
         cache.release(lease)
 
     @pytest.mark.parametrize(("fails", "starts"), [(False, [11]), (True, [])])
-    def test_waits_for_the_step_that_computes_it(self, cache: KnowledgeCache, fails: bool, starts: list[int]) -> None:
+    def test_waits_for_the_step_that_computes_it_and_forgets_it_if_that_fails(
+        self, cache: KnowledgeCache, fails: bool, starts: list[int]
+    ) -> None:
         first = cache.acquire(path_of(D))
         cache.extend(first, 12)
         cache.commit(first, 11)

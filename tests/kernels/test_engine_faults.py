@@ -112,7 +112,9 @@ class TestAFailedStep:
         assert engine.stats().failed_steps == 1
         assert engine.stats().finished == {"length": 3}
 
-    def test_keeps_host_and_disk(self, make: Make, plain: Any, model: Any, tmp_path: Path, faults: Break) -> None:
+    def test_keeps_what_host_and_disk_hold(
+        self, make: Make, plain: Any, model: Any, tmp_path: Path, faults: Break
+    ) -> None:
         engine = make(**small_tiers(model, tmp_path, 8), replicate_nodes=0)
         documents = [tokens(90, seed) for seed in range(4)]
         for document in documents:
@@ -314,7 +316,7 @@ class TestADeadline:
         engine.clear_cache()
         assert cache_of(engine).pool.used_blocks == 0
 
-    def test_holds_for_what_waits(self, make: Make, clock: Clock) -> None:
+    def test_holds_for_requests_that_wait(self, make: Make, clock: Clock) -> None:
         engine = make(max_requests=1, deadline_s=5.0)
         engine.add(ask([], tokens(20, 1), max_tokens=30))
         waiting = engine.add(ask([], tokens(20, 2)))
@@ -326,6 +328,22 @@ class TestADeadline:
         assert (completion.finish_reason, completion.token_ids) == ("timeout", ())
         assert "after 0 tokens" in (completion.error or "")
         assert not engine.has_unfinished
+
+    @pytest.mark.parametrize(
+        ("engines", "own", "effective"), [(None, 3.0, 3.0), (3.0, None, 3.0), (3.0, 9.0, 3.0), (9.0, 3.0, 3.0)]
+    )
+    def test_is_the_earlier_of_the_engines_and_the_requests(
+        self, make: Make, clock: Clock, engines: float | None, own: float | None, effective: float
+    ) -> None:
+        engine = make(deadline_s=engines)
+        request = ask([], tokens(20, 1), max_tokens=100)
+        engine.add(Request(request.token_ids, sampling=request.sampling, deadline_s=own))
+        clock.now = effective
+        assert engine.step()[-1].completion is None
+        clock.now = effective + 0.1
+        completion = engine.step()[-1].completion
+        assert completion is not None
+        assert completion.finish_reason == "timeout"
 
     def test_holds_while_the_device_fails(self, make: Make, faults: Break, clock: Clock) -> None:
         engine = make(max_retries=1000)

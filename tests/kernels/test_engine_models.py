@@ -82,7 +82,8 @@ class TestFamilies:
             ask([], tokens(61, 6), max_tokens=24),
         ]
         for _ in range(2):
-            exactly(engine, reference, *requests)
+            found = exactly(engine, reference, *requests)
+            assert [each.finish_reason for each in found] == ["length"] * 4
         # Whether in the same step or one later: the first document was computed once.
         assert [each.cached.total for each in engine.generate(requests)] == [83, 72, 110, 0]
 

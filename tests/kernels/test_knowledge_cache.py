@@ -580,6 +580,15 @@ class TestWhatLeavesTheDevice:
         assert (stats.device.evicted, stats.host.nodes, at.transfers.blocks) == (1, 1, 2)
         assert at.serve(A) == (0, 8, 0)
 
+    def test_goes_on_to_the_disk(self, engine: Made) -> None:
+        at = engine(device_blocks=5, host_blocks=4, disk=PLENTY)
+        at.serve(A, B, C)
+        at.empty_device()
+        at.serve([50, 51, 52], [60] * 9)
+        assert at.cache.stats().host.evicted > 0
+        assert at.serve(A, B, C).disk > 0
+        assert at.cache.stats().disk.hit_tokens > 0
+
     def test_a_node_that_is_larger_than_the_host_is_passed_over(self, engine: Made) -> None:
         at = engine(device_blocks=5, host_blocks=1)
         at.serve(A)
@@ -932,6 +941,16 @@ class TestPrefetch:
 
 class TestPolicies:
     PROFILE = PrefillProfile((0, 100), (1, 100), ((0.001, 0.2), (0.002, 0.4)))
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_each_evicts_and_finds_in_device_and_host(self, engine: Made, policy: str) -> None:
+        at = engine(device_blocks=7, host_blocks=7, disk=20 * 4096, policy=policy)
+        documents = random.Random(0)
+        for _ in range(60):
+            at.serve(*documents.choice(PATHS))
+            check_accounts(at.cache)
+        stats = at.cache.stats()
+        assert stats.device.hit_tokens and stats.host.hit_tokens and stats.device.evicted and stats.host.evicted
 
     def test_a_node_costs_what_a_new_token_of_its_requests_took(self, engine: Made) -> None:
         at = engine(device_blocks=12, host_blocks=12, profile=self.PROFILE)

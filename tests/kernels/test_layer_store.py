@@ -36,7 +36,7 @@ def read_layer(store: LayerStore, layer: int, buffer: Any) -> int:
 
 
 def parts_of(folder: Path, dtype: Any = None) -> tuple[Any, str, Any, Checkpoint]:
-    """What a map of a checkpoint is made from: the model without weights, the prefix and the list of its layers, …"""
+    """What a map is made from: the model without weights, the prefix of its layers, the layers, and the files."""
     empty = skeleton(transformers.AutoConfig.from_pretrained(folder), dtype)
     return empty, *decoder_layers(empty), Checkpoint(folder)
 
@@ -178,7 +178,7 @@ class TestBadFolders:
         [
             (
                 lambda folder: next(folder.glob(FIRST)).unlink(),
-                r"lacks 1 of the \d+ files .*: model-00001",
+                r"lacks 1 of the \d+ files with its weights: model-00001",
             ),
             (lambda folder: (folder / INDEX).write_text("{}", "utf-8"), r"index.json cannot be read"),
             (cut_short, r"truncated: it has \d+ bytes, but .* ends at \d+"),
@@ -214,6 +214,16 @@ class TestBadFolders:
 
 
 class TestFaults:
+    def test_a_file_that_changes_is_refused(self, tmp_path: Path) -> None:
+        folder = saved(family("llama"), tmp_path / "model")
+        store = opened(folder)
+        buffer = torch.empty(store.slot_bytes, dtype=torch.uint8)
+        read_layer(store, 0, buffer)
+        os.truncate(folder / "model.safetensors", 2000)
+        with pytest.raises(LayerReadError, match=r"layer 2 cannot be read: .*model.safetensors has changed"):
+            read_layer(store, 2, buffer)
+        store.close()
+
     def test_a_file_that_is_replaced_by_name_is_not_the_one_that_is_read_and_after_closing_none_is(
         self, tmp_path: Path
     ) -> None:

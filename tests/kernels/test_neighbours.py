@@ -69,7 +69,7 @@ class TestEveryChoice:
             ("graph:/nowhere", "nowhere: No such file"),
         ],
     )
-    def test_without_what_it_needs_is_refused(self, name: str, said: str) -> None:
+    def test_an_unknown_one_or_one_without_what_it_needs_is_refused(self, name: str, said: str) -> None:
         with pytest.raises(ValueError, match=said):
             make_neighbours(name)
 

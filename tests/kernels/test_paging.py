@@ -83,11 +83,14 @@ class TestAPool:
             values[2, 1] = -1.0
             assert (pool.kv[2, layer, 1, 1] == -1.0).all()
 
+    def test_it_begins_with_zeros(self) -> None:
+        assert not BlockPool(SHAPE, 4).kv.any()
+
     @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
     def test_takes_memory_when_it_is_written_and_gives_it_back(self) -> None:
         pool = BlockPool(SHAPE, (256 << 20) // SHAPE.block_bytes)
         before = resident_bytes()
-        assert not pool.kv[0].any(), "it begins with zeros"
+        assert not pool.kv[0].any()
         assert resident_bytes() - before < 32 << 20
         pool.kv.fill_(1)
         assert resident_bytes() - before > 200 << 20
@@ -99,6 +102,13 @@ class TestAPool:
         assert pool.allocate(9) == list(range(9))
         pool.release([3, 4, 5])
         assert pool.allocate(3) == [3, 4, 5]
+
+    def test_a_block_is_copied_within_the_pool(self) -> None:
+        pool = filled(3)
+        before = pool.kv.clone()
+        pool.copy(2, 0)
+        assert torch.equal(pool.kv[0], before[2])
+        assert torch.equal(pool.kv[1:], before[1:])
 
     def test_a_pool_that_does_not_fit_is_refused(self) -> None:
         with pytest.raises(MemoryError, match="give the pool fewer"):
@@ -352,7 +362,9 @@ class TestResize:
             assert all(torch.equal(pool.kv[block], contents[block]) for block in held)
             return
         moves = pool.resize(blocks)
-        assert set(moves) == {block for block in held if block >= blocks}
+        assert sorted(moves) == sorted(block for block in held if block >= blocks)
+        # They move to the first free blocks.
+        assert sorted(moves.values()) == [block for block in range(blocks) if block not in held][: len(moves)]
         now = {block: moves.get(block, block) for block in held}
         assert len(set(now.values())) == len(held) == pool.used_blocks
         assert (pool.blocks, len(pool.kv)) == (blocks, blocks)

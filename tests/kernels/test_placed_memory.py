@@ -53,4 +53,4 @@ def test_planned_bytes_are_the_processs_within_5_percent(folder: Path, budget: i
     passes = ("streamed", "transit", "workspace")
     passing = sum(size for name, size in found["parts"].items() if any(word in name for word in passes))
     assert 0.95 * (found["planned"] - passing) <= found["measured"] <= 1.05 * found["planned"], found
-    assert (found["device_layers"] == 12) == (budget == 600)
+    assert found["device_layers"] == 12 if budget == 600 else found["device_layers"] < 12

@@ -333,6 +333,12 @@ class TestMeasuring:
         salts = [salt for tokens, salt, _ in sent if tokens == 32]
         assert len(set(salts)) == 3, "with a salt of its own"
 
+    def test_repeats_what_failed(self, far: FarServer) -> None:
+        far.fails = lambda number: number in (6, 10)
+        profile, _ = measured(far)
+        assert profile.facts["sent_again"] == 2
+        assert all(0 < seconds < 10 for row in profile.seconds for seconds in row)
+
     def test_gives_up_on_a_server_that_never_has_the_prefix(self, far: FarServer) -> None:
         far.forgets = lambda number: number > 4
         with pytest.raises(EngineError, match=r"the server had 0 tokens cached of 32 .* in the last of 3 tries: see"):
@@ -433,6 +439,7 @@ class TestTheCommand:
         far.reports = False
         path = tmp_path / "profile.json"
         said = refusal("--base-url", far.base_url, *SMALL, "-o", path)
+        assert "does not report cached tokens" in said
         assert "--enable-prompt-tokens-details" in said
         assert not path.exists()
 
@@ -447,7 +454,9 @@ class TestTheCommand:
             (["--base-url", "http://127.0.0.1:9"], "cannot be reached"),
         ],
     )
-    def test_refuses_wrong_options(self, tmp_path: Path, arguments: list[str], said: str) -> None:
+    def test_refuses_wrong_options_and_a_server_that_does_not_answer(
+        self, tmp_path: Path, arguments: list[str], said: str
+    ) -> None:
         pytest.importorskip("httpx2")
         output = ["-o", str(tmp_path / "p.json")] if arguments else []
         assert said in refusal(*arguments, *output)

@@ -469,7 +469,7 @@ def comparisons(step: Any) -> int:
 
 
 class TestWhatItTakes:
-    """In comparisons of priorities: there may be many of these steps alone."""
+    """Counted in comparisons of priorities, the only steps that could be many."""
 
     @pytest.fixture(scope="class")
     def tiers(self) -> dict[int, Tier]:

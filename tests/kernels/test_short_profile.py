@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from ragorder.common.files import cache_folder
 from ragorder.kernels.profile_cache import ProfileCache, profile_key
 from ragorder.kernels.short_profile import LONGEST_TOKENS, measure_short_loads, measure_short_profile
-from ragorder.trie.profile import PrefillProfile
+from ragorder.trie.policies import Tier, make_policy
+from ragorder.trie.profile import LINEAR, PrefillProfile
 
 
 class FakeEngine:
@@ -91,6 +92,25 @@ class TestShortProfile:
             for new in profile.new_tokens:
                 assert profile(cached, new) == pytest.approx(engine.time_s(cached, new))
 
+    @pytest.mark.parametrize(
+        ("policy", "profile", "evicted"),
+        [
+            ("pgdsf", FakeEngine().profile(), "cheap"),
+            ("pgdsf", LINEAR, "dear"),
+            ("gdsf", FakeEngine().profile(), "dear"),
+            ("gdsf", LINEAR, "dear"),
+        ],
+        ids=["pgdsf, measured", "pgdsf, linear", "gdsf, measured", "gdsf, linear"],
+    )
+    def test_with_it_pgdsf_is_not_gdsf(self, policy: str, profile: PrefillProfile, evicted: str) -> None:
+        cheap, dear = profile.cost(0, 4000), profile.cost(4000, 20)
+        assert profile is LINEAR or dear > 3 * cheap
+        tier = Tier(make_policy(policy))
+        for key, cost in (("dear", dear), ("cheap", cheap)):
+            tier.insert(key)
+            tier.use([key], cost=cost, computed=[key])
+        assert tier.evict(1) == [evicted]
+
 
 class TestShortLoads:
     @staticmethod
@@ -160,6 +180,13 @@ class TestCache:
         again = ProfileCache(cache.folder).find_or_measure(profile_key(dict(reversed(IDENTITY.items()))), unexpected)
         assert again == PROFILE
         assert again.facts == {"engine": "test", "key": KEY}
+
+    @pytest.mark.parametrize("change", [{"model": "n"}, {"threads": 1}, {"more": None}])
+    def test_measures_for_each_identity(self, tmp_path: Path, change: dict[str, Any]) -> None:
+        cache = ProfileCache(tmp_path)
+        cache.keep(KEY, PROFILE)
+        assert cache.find_or_measure(profile_key(IDENTITY | change), lambda: LINEAR) == LINEAR
+        assert cache.find(KEY) == PROFILE
 
     @pytest.mark.parametrize(("spread", "warned"), [(0.1, False), (0.4, True)])
     def test_warns_of_the_times_of_a_busy_machine(

@@ -316,7 +316,7 @@ def test_a_lost_node_takes_those_after_it_with_it() -> None:
 
 
 def test_an_engine_that_copies_evicted_documents_holds_more() -> None:
-    """Both tiers together: copies of all that is computed are twice the same."""
+    """In both tiers together: one that copies all that it computes holds the same twice."""
     for write_through, place in ((False, HOST), (True, DISK)):
         engine = Engine(2, 2, 9, write_through=write_through)
         engine.serve_each("abcd")

@@ -137,11 +137,13 @@ class TestExactness:
                 ask(
                     random.sample(documents, random.randint(1, 3)),
                     tokens(random.randint(1, 9), random.randint(0, 99)),
-                    max_tokens=random.randint(2, 6),
+                    max_tokens=random.randint(1, 6),
                 )
                 for _ in range(random.randint(1, 5))
             ]
-            for completion in exactly(engine, plain, *requests):
+            for completion, request in zip(exactly(engine, plain, *requests), requests, strict=True):
+                # Of one token, too, which `exactly` leaves out.
+                assert list(completion.token_ids) == greedy(plain, request)
                 seen.update(completion.cached._asdict())
         assert min(seen[tier] for tier in ("device", "host", "disk")) > 0
         assert used_blocks(engine) == 0
@@ -541,6 +543,17 @@ class TestText:
         assert tuple(told for update in updates for told in update.logprobs) == completion.logprobs
         assert engine.generate([request])[0].token_ids == completion.token_ids
 
+    def test_a_stop_string_ends_an_answer_before_it(self, make: Make, tokenizer: Any) -> None:
+        engine = make(tokenizer)
+        prompt = tokenizer.encode("The cat", add_special_tokens=False)
+        sampling: dict[str, Any] = {"max_tokens": 40, "temperature": 3.0, "seed": 2}
+        [whole] = engine.generate([Request(prompt, sampling=Sampling(**sampling))])
+        stop = next(whole.text[at : at + 3] for at in range(5, 99) if "\ufffd" not in whole.text[at : at + 3])
+        [stopped] = engine.generate([Request(prompt, sampling=Sampling(**sampling, stop=[stop]))])
+        assert stopped.finish_reason == "stop"
+        assert stopped.text == whole.text[: whole.text.index(stop)]
+        assert stopped.token_ids == whole.token_ids[: len(stopped.token_ids)]
+
     def test_streams_and_steps_do_not_take_each_others_updates(self, make: Make, plain: Any) -> None:
         engine = make()
         requests = [ask([], tokens(20, seed), max_tokens=6) for seed in range(4)]
@@ -575,7 +588,9 @@ class TestText:
 
 
 class TestFailures:
-    def test_a_lasting_error_fails_its_requests(self, make: Make, plain: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def test_an_error_that_would_come_again_fails_only_its_requests(
+        self, make: Make, plain: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
         engine = make(max_requests=2)
         shared = tokens(40, 1)
         failing = [engine.add(ask([shared], tokens(9, seed), max_tokens=3)) for seed in range(2)]
