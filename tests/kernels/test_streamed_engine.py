@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support.families import STREAMED, family, make_model
-from support.inside import cache_of, runner_of, scheduler_of, streamer_of
+from support.inside import await_reads, cache_of, runner_of, scheduler_of, streamer_of
 from support.rings import grid
 from support.small_engine import run, tokens
 from support.streamed import (
@@ -22,7 +22,6 @@ from support.streamed import (
     TOKENS,
     answers,
     ask,
-    await_reads,
     check_same,
     requests,
     room_for,

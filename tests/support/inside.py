@@ -29,6 +29,13 @@ def streamer_of(engine: Any) -> Any:
     return engine._streamer
 
 
+def await_reads(streamer: Any) -> None:
+    """Wait until no layer is queued or being read."""
+    ring = streamer._ring
+    with ring._changed:
+        assert ring._changed.wait_for(lambda: not ring._jobs, 60)
+
+
 def tiers_of(cache: Any) -> Any:
     return cache._tiers
 

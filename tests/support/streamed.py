@@ -82,13 +82,6 @@ def served_while(engine: TieredEngine, asked: Sequence[Request], happens: Callab
     return [done[each] for each in ids]
 
 
-def await_reads(streamer: Any) -> None:
-    """Wait until no layer is being read ahead, nor has yet to be."""
-    ring = streamer._ring
-    with ring._changed:
-        assert ring._changed.wait_for(lambda: not ring._jobs, 60)
-
-
 def check_same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
     """Tokens, logits and what was cached."""
     import torch
