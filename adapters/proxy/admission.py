@@ -62,7 +62,7 @@ class AdmissionQueue:
                 yield [each for each in self._limiter.queue.upcoming(_UPCOMING) if each is not None]
         except QueueFullError:
             self._turned_away += 1
-            message = f"{self._max_waiting:,} requests are waiting already (--max-waiting): try again later."
+            message = f"too many requests are waiting already (--max-waiting {self._max_waiting:,}): try again later."
             retry = [(b"retry-after", b"1")]
             raise HTTPError(503, message, code="too_many_waiting", headers=retry) from None
 

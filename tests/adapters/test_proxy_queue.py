@@ -261,7 +261,7 @@ class TestTooManyWait:
         await proxy.send(tagged("waits", "ab"))
         refused = await proxy.send(tagged("refused", "ab"))
         assert (refused.status, refused.headers[b"retry-after"]) == (503, b"1")
-        message = "1 requests are waiting already (--max-waiting): try again later."
+        message = "too many requests are waiting already (--max-waiting 1): try again later."
         error = {"message": message, "type": "server_error", "param": None, "code": "too_many_waiting"}
         assert json.loads(refused.content)["error"] == error
         assert proxy.figures["turned_away"] == 1
