@@ -174,7 +174,7 @@ class CacheOrderChatPromptBuilder:
         )
 
     def label(self, document: Document) -> str:
-        """For `cited(reply.text, documents, builder.label)`."""
+        """Return a document's label, as `cited(reply.text, documents, builder.label)` calls it."""
         return self._turns.label(document)
 
     def to_dict(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Reorder(Generic[T]):
     scope: ScopeOf = None
 
     def __call__(self, items: Sequence[T], *request: Any, **named: Any) -> tuple[list[T], Ordering[Document]]:
-        """A scope function gets the request."""
+        """Order the items in the scope, which a scope function reads from the request."""
         try:
             scope = self.scope(*request, **named) if callable(self.scope) else self.scope
         except Exception as error:

@@ -83,7 +83,7 @@ async def main(questions: list[str]) -> None:
                 searches = [piece for piece in trace.pieces if piece.worker == "search"]
                 early = sum(piece.kind == "speculative" and piece.outcome == "used" for piece in searches)
                 due = sum(piece.kind == "due" for piece in searches)
-                print(f"{graph.name:10} {question:52} {early} of {due} searches ahead of need")
+                print(f"{graph.name:10} {question:52} {early} of {due} searches started early")
         spent = server.spending
         print(f"{spent.tokens.wasted} tokens wasted, {spent.tokens.due} used")
     await client.close()

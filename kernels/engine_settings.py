@@ -47,7 +47,7 @@ class EngineSettings(KVTierSettings):
     device_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens of KV of running requests. Within a device budget, KV that does not fit on the device lies "
+        description="Tokens of KV of running requests. Within a device budget, KV that does not fit on the device is "
         "in host memory.",
         json_schema_extra={"unset": "the number that fits"},
     )

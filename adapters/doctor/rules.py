@@ -77,8 +77,8 @@ _WRITES = (
 
 
 _FIELDS = {
-    "cache_salt": "give requests that may share a cache the same cache_salt, or none: one for each tenant, not one for "
-    "each user or request",
+    "cache_salt": "give requests that may share a cache the same cache_salt, or no salt: one for each tenant, not one "
+    "for each user or request",
     "chat_template_kwargs": "send the same chat_template_kwargs in all requests, and what varies (a date) in the "
     "question: the chat template may write them before everything",
     "model": "each model and each LoRA adapter has a cache of its own: send requests with the same documents to one",

@@ -85,7 +85,7 @@ class EngineMetrics:
             yield from _stream(stats.stream)
 
     def _as_vllm(self, stats: EngineStats) -> Iterator[Metric]:
-        """For `ragorder stats`, `ragorder doctor` and `Orderer.for_vllm`."""
+        """Yield vLLM's names, which `ragorder stats`, `ragorder doctor` and `Orderer.for_vllm` read."""
         engine = self._worker.engine
         sizes = {
             "block_size": str(engine.block_size),

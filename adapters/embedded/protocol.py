@@ -227,7 +227,7 @@ def _no_json() -> HTTPError:
 
 
 def _read_arguments(messages: Sequence[ChatMessage]) -> None:
-    """The limit of an option's values holds for all arguments together."""
+    """Parse the arguments of all tool calls: one limit of values holds for them together."""
     counted = 0
     for place, message in enumerate(messages):
         for call in message.tool_calls:

@@ -135,7 +135,7 @@ class Supervisor:
 
 
 def listen_together(host: str, port: int, count: int) -> list[socket.socket]:
-    """The system spreads connections among the sockets. Raises OSError."""
+    """Open sockets on one port, among which the system spreads connections. Raises OSError."""
     # A port shared by other sockets counts as taken as well.
     with listen(host, port) as alone:
         port = alone.getsockname()[1]

@@ -80,7 +80,7 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
         )
 
     def label(self, document: Document) -> str:
-        """For `cited(answer, documents, middleware.label)`."""
+        """Return a document's label, as `cited(answer, documents, middleware.label)` calls it."""
         return self._turns.label(document)
 
     def wrap_model_call(self, request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]) -> Any:

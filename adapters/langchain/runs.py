@@ -100,7 +100,7 @@ class Runs:
 
     @_in_turn
     def call(self, run: UUID, parent: UUID | None, prompt: str, alone: bool) -> None:
-        """A call without a parent is ignored: its documents were retrieved elsewhere."""
+        """Open a call; ignore one without a parent: its documents were retrieved elsewhere."""
         root = None if parent is None else self.roots.get(parent)
         if root is None or run in self.roots:
             return

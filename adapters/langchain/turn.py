@@ -81,7 +81,7 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
         )
 
     def label(self, document: Document) -> str:
-        """For `cited(answer, sources, turn.label)`."""
+        """Return a document's label, as `cited(answer, sources, turn.label)` calls it."""
         return self._turns.label(document)
 
     def questions(self, messages: Sequence[BaseMessage]) -> list[BaseMessage]:

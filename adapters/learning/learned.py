@@ -137,7 +137,7 @@ class LearnedTemplate:
         return boundaries or "no proven boundary"
 
     def _is_crossed(self, text: str, start: int, end: int) -> bool:
-        """Whether known documents end and begin inside this one."""
+        """Return whether known documents end and begin inside this one."""
         evidence = self.evidence
         for word in ANCHOR.finditer(text, start + CONTEXT, end):
             for offset, key in evidence.anchors.get(text[word.start() : word.start() + KEY], ()):

@@ -65,7 +65,7 @@ class TemplateLearner:
         self._texts = [each.text for each in self._digits]
         overlaps = self._overlaps()
         if len(overlaps) < _FEWEST:
-            return f"only {len(overlaps)} repeated documents stand next to another: give more requests"
+            return f"only {len(overlaps)} repeated documents are next to another: give more requests"
         evidence = self._separator(overlaps)
         if isinstance(evidence, str):
             return evidence
@@ -74,7 +74,7 @@ class TemplateLearner:
         head = self._constant(backwards[0], backwards[1], evidence.separator[::-1], -1)
         tail = self._constant(tails[0], tails[1], evidence.separator, 1)
         if head is None or tail is None:
-            return f"nothing constant stands {'before' if head is None else 'after'} the documents"
+            return f"no constant text comes {'before' if head is None else 'after'} the documents"
         return self._checked(LearnedTemplate(head, evidence.separator, tail, evidence))
 
     def _overlaps(self) -> list[str]:
@@ -295,7 +295,7 @@ def _number(template: LearnedTemplate, seen: Sequence[_Seen]) -> str | None:
     begin, end = template.cut
     kinds = zip(template.kinds, template.numbers, strict=True)
     if any(kind == BY_PLACE and (slot > begin or slot < end) for kind, slot in kinds):
-        return "a number by place stands inside a document's own header"
+        return "a number by place is inside a document's own header"
     template.is_counted = len(seen) > 49 and all(
         template.is_numbered(digits, places(digits.text, separator, start, end), start) for digits, start, end in seen
     )

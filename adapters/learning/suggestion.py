@@ -123,7 +123,7 @@ def predict_saving(
 
 
 def _names(template: DocumentTemplate) -> Callable[[str], str]:
-    """A number by place does not identify a document."""
+    """Return what identifies a document: its text without a number by place."""
     return (lambda document: template.split(document).rest) if template.shows_number else str
 
 

@@ -112,7 +112,7 @@ class CacheOrderChatEngine(BaseChatEngine):
         )
 
     def label(self, node: NodeWithScore) -> str:
-        """For `cited`."""
+        """Return a node's label, as `cited` calls it."""
         return self._turns.label(node)
 
     @trace_method("chat")
@@ -133,7 +133,7 @@ class CacheOrderChatEngine(BaseChatEngine):
 
     @trace_method("chat")
     def stream_chat(self, message: str, chat_history: list[ChatMessage] | None = None) -> StreamingAgentChatResponse:
-        """The answer is a turn once it is read to its end."""
+        """Stream the answer, which is a turn once it is read to its end."""
         asked = self._ask(message, chat_history)
 
         def chunks() -> Generator[ChatResponse, None, None]:

@@ -136,7 +136,7 @@ class Call:
         return self.setup.orderer.topic(self.documents, scope=self.scope)
 
     def _add_topic(self, header: str) -> None:
-        """All attempts share one topic: documents count once."""
+        """Add the topic that all attempts share: documents count once."""
         topic = self._topic()
         own = dict(self.options.get("extra_headers", ()))
         if topic is not None and header.lower() not in map(str.lower, own):

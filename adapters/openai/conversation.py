@@ -108,7 +108,7 @@ class Conversation(Generic[A, S]):
         return self._generate(self._call(question, documents, options, hands_out=False))
 
     def stream(self, question: str, documents: Sequence[Document] = (), **options: Any) -> S:
-        """The answer is a turn once it is complete."""
+        """Stream the answer, which is a turn once it is complete."""
         return self._stream(self._call(question, documents, options, hands_out=True))
 
     def regenerate(self, **options: Any) -> A:

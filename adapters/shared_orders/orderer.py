@@ -271,7 +271,7 @@ class SharedOrderer(Orderer):
             self.share(documents, ordering.permutation, scope=scope, lengths=lengths)
 
     def clone(self, **changes: Unpack[OrdererOptions]) -> Orderer:
-        """For a fair comparison the clone shares nothing, but knows other processes' orders."""
+        """Return a clone that shares nothing but knows other processes' orders: for a fair comparison."""
         clone = super().clone(**changes)
         # Replaced, never changed: the thread of the log may be reading it.
         self._clones = (*(known for known in self._clones if known() is not None), ref(clone))

@@ -25,7 +25,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The middleware needs the extra `proxy`: it is imported when used."""
+    """Import the middleware when it is used: it needs the extra `proxy`."""
     if name != "OrderDocuments":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with needs("proxy", "ordering inside a server"):

@@ -119,7 +119,7 @@ class EventReader:
             self.counters.cleared += 1
 
     def _compare(self, theirs: Any, tokens: int, blocks: int, ours: int) -> None:
-        """A size counts only if the event's own tokens confirm it."""
+        """Warn once of another block size, if the event's own tokens confirm it."""
         if theirs == ours or not (tokens and tokens == theirs * blocks) or self._warned_block_size:
             return
         self._warned_block_size = True
@@ -313,7 +313,7 @@ class KVEventSubscriber:
                         self._lose_track(same_engine=True)
                         self._start_over(chain([batch], told))
             else:
-                # Another batch at this number, or none: another engine. A later number: too much was missed.
+                # Another batch or no batch has this number: another engine. A later number: too much was missed.
                 told.close()
                 self._lose_track(same_engine=first.number > known)
                 self._start_over(self._replay(0))
@@ -368,7 +368,7 @@ class KVEventSubscriber:
                         wanted, heard = batch.number + 1, heard + 1
 
     def _ask(self, first: int) -> Generator[_EventBatch, None, None]:
-        """A long answer may lack batches and its end."""
+        """Yield the batches of a replay. A long answer may lack batches and its end."""
         heard = 0
         with self._context.socket(self._zmq.DEALER) as socket:
             self._connect(socket, self._replay_endpoint or "")
@@ -399,7 +399,7 @@ class KVEventSubscriber:
         return None
 
     def _is_repeated(self, batch: _EventBatch) -> bool:
-        """The live stream and a replay may have the same batch."""
+        """Return whether the live stream or a replay has already brought this batch."""
         return self._recent.get(batch.number) == hash(batch.payload)
 
     def _apply(self, blocks: EngineBlocks, batch: _EventBatch) -> None:

@@ -124,7 +124,7 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
     def _places(
         self, device: GPULoadStoreSpec, host: CPULoadStoreSpec
     ) -> Iterator[tuple[list[_Place], dict[int, int]]]:
-        """A group may begin in the middle of a chunk."""
+        """Yield each group's places and parts. A group may begin in the middle of a chunk."""
         blocks = [int(block) for block in device.block_ids]
         chunks = [int(chunk) for chunk in host.block_ids]
         if min(blocks, default=0) < 0 or min(chunks, default=0) < 0:

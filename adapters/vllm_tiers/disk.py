@@ -178,7 +178,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
 
     @override
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """A request counts once, when it has finished."""
+        """Do nothing: a request counts once, when it has finished."""
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:

@@ -1,4 +1,4 @@
-"""Identity of an engine's KV and weights: all inputs of a chunk's bytes.
+"""Identity of an engine's KV and weights: inputs of a chunk's bytes.
 
 vLLM's keys are digests of tokens alone. Not covered: LoRA adapters or weights replaced under the same path in a running
 engine.

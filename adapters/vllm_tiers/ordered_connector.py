@@ -95,7 +95,7 @@ class DeviceOrderConnector(OffloadingConnector):  # type: ignore[misc]
 
 
 def _block_bytes(kv_cache_config: Any) -> int:
-    """Each tensor has the size of the whole allocation."""
+    """Return a block's bytes in all layers: each tensor has the size of the whole allocation."""
     tensors = kv_cache_config.kv_cache_tensors
     return int(tensors[0].size) // int(kv_cache_config.num_blocks) if tensors and kv_cache_config.num_blocks else 0
 

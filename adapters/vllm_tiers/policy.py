@@ -53,7 +53,7 @@ class RequestPath:
         return self.keys[place - 1] if place else None
 
     def looked_up(self, key: OffloadKey) -> None:
-        """The device has all chunks before the first one looked up."""
+        """Note the first chunk that is looked up: the device has all chunks before it."""
         if self._device is None:
             self._device = self._place(key)
 

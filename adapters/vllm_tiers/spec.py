@@ -217,7 +217,7 @@ class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
         return self._worker
 
     def _remove_name(self) -> None:
-        """The file in /dev/shm would outlive a killed engine. All workers have it open."""
+        """Unlink the file in /dev/shm, which would outlive a killed engine. All workers have it open."""
         region = self._scheduler_mmap
         if region is not None and not region._creator:
             with suppress(OSError):

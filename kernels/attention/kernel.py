@@ -102,7 +102,7 @@ def see(queries, tail_queries, key_at, value_at, dims, tail_dims, top, total, su
 def see_in_part(queries, tail_queries, key_at, value_at, is_key, position, row_low, row_high, dims, tail_dims,
                 top, total, sums, tail_sums, scale, cap,
                 BOUNDED: tl.constexpr, CAPPED: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """As `see`, for keys that exist (`is_key`): a row sees those before `row_high` and, if BOUNDED, from `row_low`."""
+    """Attend as `see`, to existing keys (`is_key`): rows see those before `row_high`; if BOUNDED, from `row_low`."""
     keys = tl.load(key_at[:, None] + dims[None, :], mask=is_key[:, None], other=0.0)
     tail_keys = keys
     if TAIL:
@@ -324,7 +324,7 @@ def attend_at(
     CAPPED: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
     RUNS: tl.constexpr, ROTARY: tl.constexpr, ADJACENT: tl.constexpr,
 ):  # fmt: skip
-    """As `attend`, for rows that see cached keys before their `high` (FusionRAG 4.3). With RUNS, blocks are rows."""
+    """Attend as `attend`, in rows that see cached keys before `high` (FusionRAG 4.3). With RUNS, blocks are rows."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     request = find_request(starts_ptr, tile, requests, GROUP, BLOCK_M)

@@ -241,7 +241,7 @@ class MemoryPressure:
         self._residency = self._streamer.residency
 
     def next_move(self, residency: Residency) -> LayerMove | None:
-        """As `LayerStreamer.next_move`. Raises MemoryError if a shortage has ended the move."""
+        """Return `LayerStreamer.next_move`. Raises MemoryError if a shortage has ended the move."""
         assert self._streamer is not None
         if not self._streamer.moves_to(residency):
             raise MemoryError("memory ran short while layers moved: they stay where they are now")

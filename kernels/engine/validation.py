@@ -28,7 +28,7 @@ class RequestValidator:
         tokens = self._checked(request.token_ids)
         self._check_room(len(tokens), request.sampling.max_tokens)
         if request.sampling.stop_strings and self.tokenizer is None:
-            raise RequestRefusedError("stop strings need a tokenizer, but the engine has none: give stop tokens")
+            raise RequestRefusedError("the engine has no tokenizer, which stop strings need: give stop tokens")
         deadline_s = min(self.settings.deadline_s or math.inf, self._checked_deadline(request.deadline_s))
         fusion = self._checked_fusion(request.fusion)
         request = replace(request, token_ids=tokens)

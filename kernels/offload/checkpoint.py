@@ -68,7 +68,7 @@ class Checkpoint:
             raise
 
     def read(self, entry: TensorEntry, start: int, into: memoryview) -> None:
-        """As `Source.read`."""
+        """Read as `Source.read` does."""
         descriptor, opened = self._files.get(entry.file, (-1, None))
         if opened is None:
             raise LayerReadError(f"{entry.file}: the model's files are closed")

@@ -126,7 +126,7 @@ class Feeder:
         return copied
 
     def fetch(self, layer: int, into: torch.Tensor, host: torch.Tensor | None, stale: Callable[[], bool]) -> None:
-        """As `fill`, into memory that nothing else uses, in this thread alone: reads of steps do not wait for it.
+        """Read as `fill`, into memory that nothing else uses, in this thread: reads of steps do not wait for it.
         Raises LayerReadError."""
         size = self._store.nbytes(layer)
         if host is None:

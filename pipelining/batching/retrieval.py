@@ -52,8 +52,8 @@ class JoinableRetrieval(BatchRetrieval[Q_contra, D_co], Protocol[Q_contra, D_co]
     def search_joined(
         self, tasks: Sequence[SearchTask[Q_contra]], more: Callable[[], Sequence[SearchTask[Q_contra]]], /
     ) -> AsyncGenerator[tuple[int, Sequence[D_co] | Exception], None]:
-        """As `search_batch`. `more` is called on the event loop whenever requests may join, and returns them; their
-        positions follow all earlier ones."""
+        """Search as `search_batch`. `more` is called on the event loop whenever requests may join, and returns them;
+        their positions follow all earlier ones."""
 
 
 class ConcurrentRetrieval(Generic[Q, D]):

@@ -36,7 +36,7 @@ class Placement:
     """Decoder layers and bytes of KV by tier, and partitions of the index in host memory.
 
     `slots`: buffers on the device for streamed layers; `step_tokens`: of the largest step. `kv.device` is the pool, for
-    the running batch first. Of `kv_host_layers` layers it lies in host memory, and passes buffers on the device.
+    the running batch first. The KV of `kv_host_layers` layers is in host memory, and passes buffers on the device.
     """
 
     weights: Spread

@@ -128,7 +128,7 @@ class PlacementProfile(BaseModel):
         return host_s + weights.disk / streamed * (disk_s - host_s)
 
     def _copy_s(self, batch: int, kv_host_layers: int, rows: _Rows) -> float:
-        """A byte of KV is copied as fast as one of layers."""
+        """Return the seconds of copies of KV: a byte is copied as fast as one of layers."""
         (fewest, slowest), (most, fastest) = rows[0], rows[-1]
         layers_s = max(0.0, slowest(batch) - fastest(batch)) / max(1, most - fewest)
         kv = self.model.kv_token * self.workload.kv_tokens(batch) * kv_host_layers / len(self.model.layers)

@@ -27,7 +27,7 @@ def template_option() -> Decorator:
         "'<document id=\"{id}\">\\n{text}\\n</document>'; the name of an application (docs/proxy.md lists them), or "
         "memories for lists of memories or skills; a file with a form; or auto: applications whose prompts are "
         "unmistakable. The first message with two or more documents in a row is read.",
-        unset="documents in the API's own form alone (none: not even these); what an application's name would save is "
+        unset="only documents in the API's own form (none ignores these too); what an application's name would save is "
         "shown",
     )
 

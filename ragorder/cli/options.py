@@ -1,4 +1,4 @@
-"""Options of the commands, from the command line, the environment or a file."""
+"""Command options, from the command line, the environment or a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan of a batch, chosen by dry runs on copies of its scope."""
+"""Batch plan, chosen by dry runs on copies of its scope."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SmolLM2 from question to answer: neither what is begun ahead of need nor what is cached changes a word."""
+"""SmolLM2 from question to answer: neither speculation nor the cache changes a word."""
 
 from __future__ import annotations
 

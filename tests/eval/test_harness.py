@@ -663,7 +663,7 @@ def write_corpus(folder: Path, *, top_k: int, questions: int = 12) -> None:
 
 
 class TestCorporaOfOnesOwn:
-    def test_d10_the_suite_corpora_takes_every_folder(self, tmp_path: Path) -> None:
+    def test_the_suite_corpora_takes_every_folder(self, tmp_path: Path) -> None:
         for name in ("mine", "covidqa"):
             write_corpus(tmp_path / "corpora" / name, top_k=5)
         (tmp_path / "corpora" / "notes").mkdir()

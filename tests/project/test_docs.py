@@ -26,8 +26,8 @@ PAGES = [
     ROOT / "notebooks" / "README.md",
 ]
 
-# Pages that nobody writes by hand: the first includes the README, claims.toml makes the second.
-WRITTEN = [path for path in PAGES if path.parent.name == "docs" and path.stem not in ("index", "claims")]
+# The index includes the README.
+WRITTEN = [path for path in PAGES if path.parent.name == "docs" and path.stem != "index"]
 # Options of other programs that a page names.
 FOREIGN = {
     *("--allowed-origins", "--api-server-count", "--backend", "--build", "--call-minutes", "--clear-output"),
@@ -38,7 +38,7 @@ FOREIGN = {
     *("--middleware", "--no-deps", "--no-oversample", "--num-prompts", "--prefix-cache-retention-interval"),
     *("--prefix-caching-hash-algo", "--prefix-match-unit", "--query", "--routing-logic", "--served-model-name"),
     *("--session-key", "--shape", "--skip-chat-template", "--small", "--softcap", "--sparse", "--split"),
-    *("--runs", "--window"),
+    *("--runs", "--window", "--write"),
 }
 
 
@@ -130,7 +130,7 @@ def test_an_option_that_a_page_names_exists(page: Path) -> None:
 
 def test_the_readme_fits_a_first_reading_and_says_what_is_not_measured() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
-    assert text.count("\n") <= 95
+    assert text.count("\n") <= 81
     parts = (
         *("docs/why.svg", "```python", "git clone", "make demo", "make test", "not on the package index"),
         *("| LangChain |", "ragorder serve", "**Does it help me?**", "It does not help agents"),

@@ -2,72 +2,45 @@
 
 from __future__ import annotations
 
-import ast
+import json
+import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.commands import every_command
+from support.links import LINKED
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("ragorder", "trie", "pipelining", "kernels", "adapters", "examples")
 FORBIDDEN = re.compile(
     r"\b(?i:behind|in front of|taken over|ahead of need|anew|of which|of whom|so many|as far as|all the same)\b"
     r"|\bnone: "
 )
 IN_PROSE = re.compile(rf"{FORBIDDEN.pattern}|\b(?i:as many|whatever|none:)(?!\w)")
-PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
-# The index includes the README; claims.toml makes the claims.
-PAGES += [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in ("index.md", "claims.md")]
+PAGES = [
+    path
+    for folder in ("", "docs", "docs/results", "notebooks")
+    for kind in ("md", "ipynb")
+    for path in sorted((ROOT / folder).glob(f"*.{kind}"))
+]
 
 
-def found(text: str) -> list[str]:
-    return [text[max(0, match.start() - 30) : match.end() + 30] for match in FORBIDDEN.finditer(text)]
+def found(pattern: re.Pattern[str], text: str) -> list[str]:
+    """Return each match with the words around it. A phrase may go on in the next line, comment or string."""
+    joined = " ".join(re.sub(r'"\s+f?"|\s# ', " ", text).split())
+    return [joined[max(0, match.start() - 30) : match.end() + 30] for match in pattern.finditer(joined)]
 
 
-def docstrings(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.value.value
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_docstrings_are_plain(folder: str) -> None:
-    others = set(FOLDERS) | {"eval"}
-    files = [
-        path
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        if folder != "ragorder" or path.relative_to(ROOT).parts[1] not in others
-    ]
-    assert files
-    said = {str(path.relative_to(ROOT)): words for path in files if (words := found("\n".join(docstrings(path))))}
-    assert not said
-
-
-@pytest.mark.parametrize("folder", ["eval", "benchmarks"])
-def test_reports_and_suites_are_plain(folder: str) -> None:
-    said = {}
-    for path in sorted((ROOT / folder).rglob("*.py")):
-        nodes = ast.walk(ast.parse(path.read_text("utf-8")))
-        texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-        said[str(path)] = found("\n".join(texts).replace("none: ", ""))
-    said |= {str(path): found(path.read_text("utf-8")) for path in sorted((ROOT / folder).rglob("*.toml"))}
-    assert len(said) > 50
-    assert {path: words for path, words in said.items() if words} == {}
+@pytest.mark.parametrize("folder", ["ragorder", *LINKED, "examples", "deploy", ".github"])
+def test_names_strings_and_comments_are_plain(folder: str) -> None:
+    places = [Path(parent) / name for parent, _, names in os.walk(ROOT / folder) for name in names]
+    texts = {path: path.read_text("utf-8") for path in places if path.suffix not in (".pyc", ".gz", ".jsonl")}
+    assert texts
+    assert {path: words for path, text in texts.items() if (words := found(FORBIDDEN, text))} == {}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_pages_are_plain(page: Path) -> None:
-    prose = re.sub(r"```.*?```|`[^`]*`", "", page.read_text("utf-8"), flags=re.DOTALL)
-    assert [line for line in prose.splitlines() if IN_PROSE.search(line)] == []
-
-
-def test_help_is_plain() -> None:
-    said = {}
-    for path, command in every_command():
-        texts = [command.help or "", *(getattr(each, "help", None) or "" for each in command.params)]
-        # A policy may have the name none.
-        if words := found("\n".join(texts).replace("none: ", "")):
-            said[path] = words
-    assert not said
+def test_prose_of_pages_and_notebooks_is_plain(page: Path) -> None:
+    text = page.read_text("utf-8")
+    if page.suffix == ".ipynb":
+        text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] != "code")
+    assert found(IN_PROSE, re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.DOTALL)) == []

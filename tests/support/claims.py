@@ -220,10 +220,15 @@ def page(every: Sequence[Claim]) -> str:
 
 _INTRO = """# Claims
 
-Each number of the README, then the headline numbers of these pages, with the raw results that they are read from, the
-command that measures them again, and the interval. `make claims` computes all {count} again from the committed results
-and names those that differ; `make test` holds every number of the README to this table. The source is `claims.toml`;
-`PYTHONPATH=tests python -m support.claims --write` renders it.
+*Reference: each number of the README, then the headline numbers of these pages, with the raw results that they are read
+from, the command that measures them again, and the interval.*
+
+```
+make claims                                              # computes all {count} again from the committed results
+PYTHONPATH=tests python -m support.claims --write        # renders this page from claims.toml
+```
+
+`make claims` names the claims that differ from the results; `make test` holds every number of the README to this table.
 
 *Measured*: with a real engine or real parts. *Simulated*: cached tokens of a simulated cache or fleet, exact for its
 model. *Guessed costs*: times of a simulation whose costs were guessed.

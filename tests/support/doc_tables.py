@@ -1,7 +1,7 @@
 """Tables of docs/*.md, held to committed data by the [[table]] entries of docs/claims.toml.
 
-Numbers of a page's row must stand together in what is committed: a table of a report, of a packed `ragorder bench
---json`, or a printed text. A table without measurements, or without data, is declared with the reason.
+Numbers of a page's row must stand together in what is committed: a table of a report, packed lines of `ragorder bench`,
+or a printed text. A table without measurements, or without data, is declared with the reason.
 """
 
 from __future__ import annotations

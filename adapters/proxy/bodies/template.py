@@ -292,7 +292,7 @@ class DocumentTemplate:
 
     def _check_separator(self, between: str) -> None:
         if self._is_late:
-            raise TemplateError("{id} and {title} must stand before {text} in a template with text between documents")
+            raise TemplateError("{id} and {title} must come before {text} in a template with text between documents")
         if not self._separator.literals[0]:
             raise TemplateError("nothing separates the documents: give the text between them")
         if not self._opening.literals[0] and not self._head:

@@ -103,7 +103,7 @@ class TokenCounter:
         return self.text(suffix.text) + -(-characters // 4)
 
     def prefix(self, body: Body, prefix: PromptPrefix, salt: str | None, opening: str) -> int:
-        """The documents begin with `opening`."""
+        """Count the tokens before the documents, which begin with `opening`."""
         if body.route == "completions":
             # A server adds the begin-of-sequence token before a plain prompt.
             special = len(self._tokenizer.encode("", verbose=False)) if self.exact else 0

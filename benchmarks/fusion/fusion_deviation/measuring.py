@@ -230,11 +230,11 @@ class Bench:
                 [] if kind == ALONE else [self._copy(ALONE, each, system) for each in self._prompts.neighbours(place)]
             )
             sequence.compute(system, 0)
-            behind = sequence.put_together(near, start, start)
-            kv = sequence.compute(self._prompts.document(place), behind)
+            context = sequence.put_together(near, start, start)
+            kv = sequence.compute(self._prompts.document(place), context)
             while len(self._copies) >= _KEPT:
                 del self._copies[next(iter(self._copies))]
-            self._copies[kind, place] = sequence.moved(kv, behind, start)
+            self._copies[kind, place] = sequence.moved(kv, context, start)
         return self._copies[kind, place]
 
 

@@ -115,14 +115,14 @@ class EmbeddedCell(SuiteCell):
     def setups(self) -> Mapping[str, CacheSetup]:
         """By name. The device alone has LRU, as prefix caching does."""
         alone = [CacheSetup(order, "lru") for order in self.order]
-        behind = [
+        tiered = [
             CacheSetup(order, policy, host, replicas)
             for order in self.order
             for host in self.host
             for policy in self.replacement
             for replicas in self.replicas
         ]
-        return {setup.name: setup for setup in (CacheSetup(), *alone, *behind)}
+        return {setup.name: setup for setup in (CacheSetup(), *alone, *tiered)}
 
     @property
     def arms(self) -> tuple[str, ...]:

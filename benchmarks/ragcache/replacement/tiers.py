@@ -96,7 +96,7 @@ class TwoTiers:
         self._nodes: dict[tuple[int | None, int], int] = {}
         self._parents: list[int | None] = []
         self._sizes: list[int] = []
-        self._behind: list[list[int]] = []
+        self._children: list[list[int]] = []
         # Statistics of the nodes on the device, and of one that is just leaving it.
         self._on_device: dict[int, TierNode] = {}
         self._expected: frozenset[int] = frozenset()
@@ -119,9 +119,9 @@ class TwoTiers:
                 node = self._nodes[parent, document] = len(self._sizes)
                 self._parents.append(parent)
                 self._sizes.append(tokens[document])
-                self._behind.append([])
+                self._children.append([])
                 if parent is not None:
-                    self._behind[parent].append(node)
+                    self._children[parent].append(node)
             path.append(node)
             parent = node
         return path
@@ -228,12 +228,12 @@ class TwoTiers:
     def _lose(self, node: int) -> None:
         """Neither tier has the node, so those after it are useless."""
         self._leave(node)
-        below = [behind for behind in self._behind[node] if behind in self.host]
+        below = [child for child in self._children[node] if child in self.host]
         while below:
             lost = below.pop()
             self.host.remove(lost)
             self._leave(lost)
-            below += [behind for behind in self._behind[lost] if behind in self.host]
+            below += [child for child in self._children[lost] if child in self.host]
 
     def _leave(self, node: int) -> None:
         self.traffic.lost += self._sizes[node]

@@ -132,7 +132,7 @@ class Serving(Experiment):
         if policy == "oracle" and engine != "sim":
             return "the oracle reads the engine's block table, which only the simulated engine shows"
         if policy == "none" and engine == "openai":
-            return "a server's prefix cache is on for all requests or for none: measure it with --engine vllm"
+            return "a server's prefix cache is on for all requests or off for all: measure it with --engine vllm"
         if cell.residency == "events" and policy in ORDERERS:
             if engine != "openai":
                 return f"engine {engine} publishes no KV events: use --engine openai"

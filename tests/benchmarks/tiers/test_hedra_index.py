@@ -1,4 +1,4 @@
-"""An index in a file with cold pages, of which memory holds a part."""
+"""An index in a file with cold pages, partly held in memory."""
 
 from __future__ import annotations
 
