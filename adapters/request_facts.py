@@ -1,4 +1,4 @@
-"""Facts about a request, for an engine with ragorder's tiers.
+"""Facts about a request, for an engine with ragorder's tiers; the tenant's salt.
 
     {"kv_transfer_params": {"ragorder": {"documents": [end offset in tokens, in prompt order], "expected": [number of
     later requests with all documents up to this one], "tenant": "<digest>", "cost": seconds per new token, "prefix":
@@ -32,6 +32,9 @@ QUESTION = "question"
 _KEY = secrets.token_bytes(32)
 _MAX_DOCUMENTS = 4096
 _MAX_TENANT_LENGTH = 256
+# Refused by vLLM 0.32 (validate_cache_salt); earlier versions refuse an empty salt only.
+_MAX_SALT_LENGTH = 128
+_NOT_IN_SALT = frozenset("@/\\\0")
 _MAX_TOKENS = 1 << 53
 # No engine takes longer for a token. Without a limit a client could keep its chunks in the cache by a false cost.
 _MAX_COST_S = 10.0
@@ -87,6 +90,16 @@ def read_facts(kv_transfer_params: object) -> RequestFacts | None:
         if not all(type(uses) in (int, float) and 0 <= uses <= _MAX_EXPECTED for uses in expected):
             raise ValueError(f"expected are numbers of later requests, from 0 to {_MAX_EXPECTED:g}")
     return RequestFacts(tuple(documents or ()), tenant, cost, tuple(map(float, expected or ())))
+
+
+def checked_salt(scope: str) -> str:
+    """Raises ValueError for a scope that cannot be a salt."""
+    if 0 < len(scope) <= _MAX_SALT_LENGTH and _NOT_IN_SALT.isdisjoint(scope):
+        return scope
+    raise ValueError(
+        "a scope is sent as cache_salt, and vLLM refuses one that is empty, has more than 128 characters, or has "
+        "@, /, \\ or NUL in it: give None for no tenant, scope=hashlib.sha256(name.encode()).hexdigest() for this name"
+    )
 
 
 def tenant_digest(scope: Hashable) -> str | None:

@@ -169,6 +169,8 @@ class ConcurrencyLimiter(Generic[T]):
             self.in_flight += 1
         else:
             await self._wait(_Arrival(item, lengths, asyncio.get_running_loop().create_future()), patient=patient)
+        # The slot may be held for long, the item need not be kept for it.
+        del item, lengths
         try:
             yield
         finally:

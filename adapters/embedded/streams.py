@@ -6,8 +6,8 @@ import time
 from collections.abc import AsyncGenerator
 
 from ragorder.adapters.embedded.worker import EngineWorker
-from ragorder.adapters.openai.endpoint import checked_salt
 from ragorder.adapters.openai.prompts import PromptRequest, TimedUsage
+from ragorder.adapters.request_facts import checked_salt
 from ragorder.errors import RagorderError
 from ragorder.kernels.engine import Request, Sampling
 from ragorder.kernels.paging import OutOfBlocksError

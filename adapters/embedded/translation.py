@@ -19,8 +19,7 @@ from ragorder.adapters.embedded.protocol import (
     read_request,
 )
 from ragorder.adapters.http_server.errors import HTTPError
-from ragorder.adapters.openai.endpoint import checked_salt
-from ragorder.adapters.request_facts import EXACT, FACTS, PREFIX, QUESTION, RequestFacts, read_facts
+from ragorder.adapters.request_facts import EXACT, FACTS, PREFIX, QUESTION, RequestFacts, checked_salt, read_facts
 from ragorder.kernels.engine import Fusion, Request, Sampling
 from ragorder.kernels.fusion.selection import selections
 from ragorder.tokens import PLACEHOLDER

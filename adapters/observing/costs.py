@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ragorder.clouds import Cost
-
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
+
+    from ragorder.clouds import Cost
 
 _TOKENS = "ragorder_cost_tokens"
 _MONEY = "ragorder_cost_money"

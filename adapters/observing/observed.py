@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ragorder.orderer import Orderer
 from ragorder.ordering import Batch, Moves, Ordering, RequestOutcome
+from ragorder.scope.request import USUAL, Lengths
 from ragorder.settings import OrdererOptions, Settings
+from ragorder.trie.histories import History
 
 if TYPE_CHECKING:
     from ragorder.clouds import Cost
 
 D = TypeVar("D")
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _logger = logging.getLogger("ragorder")
 _PLAIN: OrdererOptions = {
@@ -30,10 +30,6 @@ _PLAIN: OrdererOptions = {
     "keep_last": 0,
     "keep_groups": False,
 }
-
-
-def _like(method: Callable[Concatenate[Any, P], R]) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
-    return lambda wrapper: wraps(method)(wrapper)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +70,8 @@ class ObservedOrderer:
         orderer = ObservedOrderer(Orderer.for_vllm(url), [Metrics(), Tracing()])
 
     With `compare` a second orderer mirrors the cache in retrieval order: the difference is the saving. In `shadow` mode
-    retrieval order is served, and the mirror scores ragorder's. Either doubles an order's time.
+    retrieval order is served, and the mirror scores ragorder's. Either doubles an order's time. Watchers
+    belong to this pair, not to `Orderer`: each of the two knows one order only, and in shadow mode the clone serves.
     """
 
     def __init__(
@@ -86,6 +83,11 @@ class ObservedOrderer:
         self._other = orderer.clone() if shadow else orderer.clone(**_PLAIN) if compare else None
         self._own = orderer
         self._failed = False
+        # Questions, of which no watcher hears.
+        self.preview = self._orderer.preview
+        self.predict_cached_tokens = self._orderer.predict_cached_tokens
+        self.holds_prefix = self._orderer.holds_prefix
+        self.topic = orderer.topic
         for watcher in self._watchers:
             if (watch := getattr(watcher, "watch", None)) is not None:
                 watch(self)
@@ -129,51 +131,53 @@ class ObservedOrderer:
     def evicted_blocks(self) -> int:
         return self._ours.evicted_blocks
 
-    @_like(Orderer.order)
     def order(
-        self, documents: Iterable[Any], *, waiting: Sequence[Iterable[Any]] = (), **options: Any
-    ) -> Ordering[Any]:
-        given, waiting = list(documents), [list(others) for others in waiting]
-        return self._watch(
-            lambda orderer: orderer.order(given, waiting=() if orderer is self._plain else waiting, **options)
-        )
+        self,
+        documents: Iterable[D],
+        *,
+        waiting: Sequence[Iterable[D]] = (),
+        scope: Hashable = None,
+        lengths: Lengths = USUAL,
+        history: History | None = None,
+    ) -> Ordering[D]:
+        given, backlog = list(documents), [list(others) for others in waiting]
+        # Retrieval order is not arranged for waiting requests.
+        first, second = ([], backlog) if self.shadow else (backlog, [])
+        start = time.perf_counter()
+        served = self._orderer.order(given, waiting=first, scope=scope, lengths=lengths, history=history)
+        between, other = time.perf_counter(), None
+        if self._other is not None:
+            other = self._other.order(given, waiting=second, scope=scope, lengths=lengths, history=history)
+        return self._watch(served, other, between - start, time.perf_counter() - between)
 
-    @_like(Orderer.order_batch)
     def order_batch(
-        self, requests: Iterable[Iterable[Any]], *, max_wait: int | None = None, **options: Any
-    ) -> Batch[Any]:
+        self,
+        requests: Iterable[Iterable[D]],
+        *,
+        scope: Hashable = None,
+        lengths: Lengths = USUAL,
+        max_wait: int | None = None,
+    ) -> Batch[D]:
         given = [list(documents) for documents in requests]
+        first, second = (0, max_wait) if self.shadow else (max_wait, 0)
+        served, other = self._orderer.order_batch(given, scope=scope, lengths=lengths, max_wait=first), None
+        if self._other is not None:
+            other = self._other.order_batch(given, scope=scope, lengths=lengths, max_wait=second)
+        return Batch(served.indices, partial(self._start, served, other))
 
-        def plan(orderer: Orderer) -> Batch[Any]:
-            return orderer.order_batch(given, max_wait=0 if orderer is self._plain else max_wait, **options)
+    def _start(self, batch: Batch[D], others: Batch[D] | None, place: int) -> Ordering[D]:
+        start = time.perf_counter()
+        served = batch[place]
+        between = time.perf_counter()
+        other = None if others is None else others[place]
+        return self._watch(served, other, between - start, time.perf_counter() - between)
 
-        batches = {id(orderer): plan(orderer) for orderer in (self._orderer, self._other) if orderer is not None}
-        served = batches[id(self._orderer)]
-        return Batch(served.indices, lambda place: self._watch(lambda orderer: batches[id(orderer)][place]))
-
-    @_like(Orderer.preview)
-    def preview(self, *arguments: Any, **options: Any) -> list[Any]:
-        return self._orderer.preview(*arguments, **options)
-
-    @_like(Orderer.predict_cached_tokens)
-    def predict_cached_tokens(self, *arguments: Any, **options: Any) -> tuple[int, int]:
-        return self._orderer.predict_cached_tokens(*arguments, **options)
-
-    @_like(Orderer.holds_prefix)
-    def holds_prefix(self, **options: Any) -> bool:
-        return self._orderer.holds_prefix(**options)
-
-    @_like(Orderer.has_lost)
-    def has_lost(self, *arguments: Any, **options: Any) -> bool:
+    def has_lost(self, history: History, *, scope: Hashable = None) -> bool:
         """Return False in shadow mode, which never rebases."""
-        return not self.shadow and self._orderer.has_lost(*arguments, **options)
-
-    @_like(Orderer.topic)
-    def topic(self, *arguments: Any, **options: Any) -> str | None:
-        return self._own.topic(*arguments, **options)
+        return not self.shadow and self._orderer.has_lost(history, scope=scope)
 
     def fall_back(self, documents: Iterable[D], error: Exception) -> Ordering[D]:
-        return self._watch(lambda orderer: orderer.fall_back(documents, error), compare=False)
+        return self._watch(self._orderer.fall_back(documents, error), None, 0.0, 0.0)
 
     def close(self) -> None:
         self._own.close()
@@ -182,17 +186,8 @@ class ObservedOrderer:
     def _ours(self) -> Orderer:
         return self._other if self.shadow and self._other else self._orderer
 
-    @property
-    def _plain(self) -> Orderer | None:
-        return self._orderer if self.shadow else self._other
-
-    def _watch(self, order: Callable[[Orderer], Ordering[D]], *, compare: bool = True) -> Ordering[D]:
-        start = time.perf_counter()
-        served = order(self._orderer)
-        between = time.perf_counter()
+    def _watch(self, served: Ordering[D], other: Ordering[D] | None, served_s: float, other_s: float) -> Ordering[D]:
         try:
-            other = order(self._other) if compare and self._other is not None else None
-            end = time.perf_counter()
             ours, plain = (other, served) if self.shadow else (served, other)
             observation = Observation(
                 shadow=self.shadow,
@@ -201,7 +196,7 @@ class ObservedOrderer:
                 ordered_tokens=None if ours is None else ours.cached_tokens,
                 retrieval_tokens=None if plain is None else plain.cached_tokens,
                 moves=Moves.of((), 0) if ours is None else ours.moves,
-                order_s=end - between if self.shadow else between - start,
+                order_s=other_s if self.shadow else served_s,
                 fallback=(served if ours is None else ours).fallback,
                 ordered_cost=None if ours is None else ours.cost,
                 retrieval_cost=None if plain is None else plain.cost,

@@ -10,17 +10,14 @@ from typing import Any
 from ragorder import Ordering
 from ragorder.adapters.openai.prompts import PromptRequest, TimedUsage
 from ragorder.adapters.openai.reply import Reply, read_chunks
-from ragorder.adapters.request_facts import with_facts
+from ragorder.adapters.request_facts import checked_salt, with_facts
 from ragorder.adapters.usage import member, read_usage
 from ragorder.common.extras import needs
 from ragorder.pipelining import AnswerChunk
 
-__all__ = ["ModelEndpoint", "OpenAIStreams", "UsageOption", "check_client", "checked_options", "checked_salt"]
+__all__ = ["ModelEndpoint", "OpenAIStreams", "UsageOption", "check_client", "checked_options"]
 
 _OWNED = ("messages", "model", "prompt", "stream", "stream_options")
-# Refused by vLLM 0.32 (validate_cache_salt); earlier versions refuse an empty salt only.
-_MAX_SALT_LENGTH = 128
-_NOT_IN_SALT = frozenset("@/\\\0")
 _UNKNOWN_OPTION = re.compile(r"stream_options|include_usage|\bextra|unknown field|unrecogni[sz]ed", re.IGNORECASE)
 
 
@@ -103,16 +100,6 @@ def checked_options(options: dict[str, Any], scope: Hashable, send_salt: bool) -
         if scope is not None:
             body["cache_salt"] = checked_salt(scope)
     return sent
-
-
-def checked_salt(scope: str) -> str:
-    """Raises ValueError for a scope that cannot be a salt."""
-    if 0 < len(scope) <= _MAX_SALT_LENGTH and _NOT_IN_SALT.isdisjoint(scope):
-        return scope
-    raise ValueError(
-        "a scope is sent as cache_salt, and vLLM refuses one that is empty, has more than 128 characters, or has "
-        "@, /, \\ or NUL in it: give None for no tenant, scope=hashlib.sha256(name.encode()).hexdigest() for this name"
-    )
 
 
 class OpenAIStreams:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ragorder.adapters.http_server.errors import HTTPError
@@ -49,22 +50,29 @@ class AdmissionQueue:
 
     @asynccontextmanager
     async def admit(
-        self, parsed: ParsedBody | None, predict: Callable[[], CachedLengths] | None
-    ) -> AsyncIterator[list[ParsedBody]]:
-        """Once admitted, yield the probably next requests. Raises HTTPError if too many wait."""
+        self, parsed: ParsedBody | None, predict: Callable[[ParsedBody], CachedLengths]
+    ) -> AsyncIterator[None]:
+        """Hold a slot. Raises HTTPError if too many wait."""
         start = time.perf_counter()
+        slot = self._limiter.slot(parsed, None if parsed is None else partial(predict, parsed))
+        # A slot is held as long as the answer takes.
+        del parsed
         try:
-            async with self._limiter.slot(parsed, predict):
+            async with slot:
                 wait_s = time.perf_counter() - start
                 self._admitted += 1
                 self._waited_s += wait_s
                 self._observe(wait_s)
-                yield [each for each in self._limiter.queue.upcoming(_UPCOMING) if each is not None]
+                yield
         except QueueFullError:
             self._turned_away += 1
             message = f"too many requests are waiting already (--max-waiting {self._max_waiting:,}): try again later."
             retry = [(b"retry-after", b"1")]
             raise HTTPError(503, message, code="too_many_waiting", headers=retry) from None
+
+    def upcoming(self) -> list[ParsedBody]:
+        """Return the probably next requests."""
+        return [each for each in self._limiter.queue.upcoming(_UPCOMING) if each is not None]
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import httpx2
@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp
 
-from ragorder.adapters.cloud_orderers import CloudOrderers
 from ragorder.adapters.http_server.errors import ErrorMiddleware
 from ragorder.adapters.http_server.request_body import MemoryBudget
 from ragorder.adapters.proxy.access import AccessMiddleware, host_check, key_check
@@ -34,6 +33,9 @@ from ragorder.adapters.proxy.workers import Workers
 from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
 from ragorder.topic import checked_header
+
+if TYPE_CHECKING:
+    from ragorder.adapters.cloud_orderers import CloudOrderers
 
 BODY_LIMIT = 32 << 20
 BODIES_LIMIT = 256 << 20

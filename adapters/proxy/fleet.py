@@ -16,6 +16,7 @@ from ragorder.adapters.http_server.headers import Headers
 from ragorder.adapters.proxy.bodies.parsed import ParsedBody
 from ragorder.adapters.proxy.ordering import RequestOrderer
 from ragorder.adapters.proxy.upstream import Upstream, UpstreamError
+from ragorder.common.circuit_breaker import CircuitBreaker
 from ragorder.orderer import OrdererLike
 from ragorder.pipelining.reordering import CachedLengths
 from ragorder.pipelining.replicas import BestReplica, ReplicaState
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
-# Failures in a row before a replica backs off.
-_FAILURES = 5
-_FIRST_S = 1.0
-_LONGEST_S = 60.0
 # A mistaken Retry-After must not cost a replica for a day.
 _LONGEST_ASKED_S = 600.0
 _ASKS = (429, 503)
@@ -37,47 +34,9 @@ class RefusedError(UpstreamError):
     """The server asks to retry later (Retry-After)."""
 
 
-class ReplicaBackoff:
-    """Time without requests to a replica while others are available: as Retry-After says in a 429 or 503, at most ten
-    minutes; and one second after five failures in a row (500, 502, 503, 504, broken connections). Then one request is a
-    probe: failure doubles the backoff, up to a minute, any other answer ends it."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._asked_until = self._failed_until = clock()
-        self._failures = 0
-        self._backoff_s = _FIRST_S
-        self._is_tried = False
-
-    @property
-    def left_s(self) -> float:
-        return max(0.0, max(self._asked_until, self._failed_until) - self._clock())
-
-    def ask(self, seconds: float) -> None:
-        self._asked_until = max(self._asked_until, self._clock() + min(seconds, _LONGEST_ASKED_S))
-
-    def taken(self) -> None:
-        """Note a request, after failures the only probe for another backoff."""
-        if self._failures >= _FAILURES:
-            self._is_tried = True
-            self._failed_until = self._clock() + self._backoff_s
-
-    def failed(self) -> None:
-        self._failures += 1
-        if self._failures == _FAILURES:
-            self._backoff_s = _FIRST_S
-        elif self._failures > _FAILURES and self._is_tried:
-            self._backoff_s = min(2 * self._backoff_s, _LONGEST_S)
-        else:
-            # Too few, or requests sent before the backoff.
-            return
-        self._is_tried = False
-        self._failed_until = self._clock() + self._backoff_s
-
-    def succeeded(self) -> None:
-        self._failures = 0
-        self._is_tried = False
-        self._failed_until = self._clock()
+def make_backoff(clock: Callable[[], float] = time.monotonic) -> CircuitBreaker:
+    """Failures are a 500, 502, 503 or 504 and broken connections."""
+    return CircuitBreaker(failures=5, first_s=1.0, longest_s=60.0, clock=clock)
 
 
 def requested_backoff_s(status: int, retry_after: str) -> float | None:
@@ -118,7 +77,7 @@ class Replica:
     rank: int | None = None
     up: bool = True
     draining: bool = False
-    backoff: ReplicaBackoff = field(default_factory=ReplicaBackoff)
+    backoff: CircuitBreaker = field(default_factory=make_backoff)
     in_flight: int = 0
     served: int = 0
 
@@ -186,7 +145,7 @@ class Fleet:
             chosen = self._best.choose({each: ReplicaState(lengths[each], each.in_flight) for each in candidates})
             chosen.in_flight += 1
             chosen.served += 1
-            chosen.backoff.taken()
+            chosen.backoff.begin()
         return chosen
 
     def leave(self, replica: Replica) -> None:
@@ -205,7 +164,7 @@ class Fleet:
     def back_off(self, replica: Replica, seconds: float) -> None:
         for each in self.replicas:
             if each.server is replica.server:
-                each.backoff.ask(seconds)
+                each.backoff.pause(min(seconds, _LONGEST_ASKED_S))
 
     def suspect(self, replica: Replica) -> None:
         for each in self.replicas:

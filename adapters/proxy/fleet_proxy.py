@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from math import inf
 from typing import Any
@@ -17,13 +17,13 @@ from starlette.types import Message, Receive, Scope, Send
 from ragorder.adapters.http_server.content_encoding import encoding_of
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, header, without
-from ragorder.adapters.http_server.request_body import MemoryShare, RequestBody
 from ragorder.adapters.proxy.bodies.body import Route, decode
 from ragorder.adapters.proxy.bodies.parsed import ParsedBody
 from ragorder.adapters.proxy.bodies.parsing import BodyParser
 from ragorder.adapters.proxy.fleet import Fleet, Replica, Tries, requested_backoff_s
+from ragorder.adapters.proxy.kept_body import KeptBody
 from ragorder.adapters.proxy.ordering import SentRequest
-from ragorder.adapters.proxy.reverse_proxy import Head, Limits, ReverseProxy, forward_answer, pieces, with_length
+from ragorder.adapters.proxy.reverse_proxy import Head, Limits, ReverseProxy, forward_answer, with_length
 from ragorder.adapters.proxy.upstream import UpstreamError, error_event
 from ragorder.adapters.proxy.usage import EventLines, StreamReader, reader_for
 from ragorder.adapters.structs import readable_by_threads
@@ -189,7 +189,7 @@ class FleetProxy(ReverseProxy):
     was no connection. All tries together have `tries_s` seconds until an answer begins."""
 
     def __init__(self, fleet: Fleet, parser: BodyParser, limits: Limits, *, tries_s: float) -> None:
-        super().__init__(parser, limits)
+        super().__init__(parser, limits, fleet.predict_cached_tokens)
         self._fleet = fleet
         self._tries_s = tries_s
         self._stored = StoredResponses()
@@ -198,108 +198,52 @@ class FleetProxy(ReverseProxy):
         self._fleet.begin_checks()
         await super().__call__(scope, receive, send)
 
-    async def _exchange(self, head: Head, request_body: RequestBody, send: Send, share: MemoryShare) -> None:
-        admission = self._limits.admission if head.is_queued else None
-        if head.route is None and admission is None:
-            await self._forward_stream(head, await request_body.stream(), send)
-            return
-        async with AsyncExitStack() as until_answered:
-            # Kept until an answer has begun: another replica may need it.
-            received = [await request_body.read()]
-            parsed = await self._read(head, received, share)
-            upcoming: Sequence[ParsedBody] = ()
-            if admission is not None:
-                predict = None if parsed is None else partial(self._fleet.predict_cached_tokens, parsed)
-                upcoming = await until_answered.enter_async_context(admission.admit(parsed, predict))
-            keeper = partial(self._keeper, head, received[0])
-            only = await self._run(keeper, len(received[0]) if head.route == "responses" else 0)
-            tries = Tries(self._fleet, repeatable=head.is_queued, counted=head.is_queued, only=only)
-            with self._limited(tries, self._tries_s) as limit:
-                while not await self._answered(head, received, parsed, upcoming, send, share, tries, limit):
-                    # Ordering has changed the parsed body.
-                    parsed = await self._read(head, received, share)
-
-    async def _read(self, head: Head, received: list[bytes], share: MemoryShare) -> ParsedBody | None:
-        if head.route is None:
-            return None
-        body = received[0]
-        parsed, kept = await self._run(partial(self._parse, head.route, body), len(body))
-        share.resize(kept)
-        return parsed
-
-    async def _answered(
-        self,
-        head: Head,
-        received: list[bytes],
-        parsed: ParsedBody | None,
-        upcoming: Sequence[ParsedBody],
-        send: Send,
-        share: MemoryShare,
-        tries: Tries,
-        limit: anyio.CancelScope,
-    ) -> bool:
-        """Return False if another replica should be tried. Raises HTTPError."""
-        length, of_tokens = len(received[0]), head.route in _OF_TOKENS
-        # If the client disconnects meanwhile, the documents may be ordered only afterwards.
-        place = partial(self._place, parsed, upcoming, tuple(tries.replicas), tries.only)
-        placed = await self._run(place, length, abandoned=self._end)
-
-        def prepare(replica: Replica, sent: SentRequest) -> tuple[Headers, AsyncIterator[bytes]]:
-            body = sent.take_body(received[0])
-            # Without documents it is the received body.
-            share.resize(len(body) + (0 if body is received[0] else length))
-            headers = sent.request_headers(with_length(head.headers, body))
-            if head.route == "responses":
-                # The answer's id is read to find the replica again.
-                headers = [*without(headers, b"accept-encoding"), (b"accept-encoding", b"identity")]
-            if of_tokens and replica.headers:
-                headers = [*without(headers, replica.headers[0][0]), *replica.headers]
-            return headers, pieces([body], share, kept=length)
-
-        def free() -> None:
-            received.clear()
-            share.resize(0)
-
-        return await self._tried(head, placed, prepare, send, tries, limit, of_tokens=of_tokens, on_begun=free)
-
-    async def _forward_stream(self, head: Head, content: AsyncIterator[bytes] | None, send: Send) -> None:
+    async def _forward(self, head: Head, content: AsyncIterator[bytes] | None, send: Send) -> None:
         repeatable = content is None and head.method in _SAFE
-        only = self._keeper(head)
-        tries = Tries(self._fleet, repeatable=repeatable, counted=head.is_queued, only=only)
-
-        def prepare(*_: Any) -> tuple[Headers, AsyncIterator[bytes] | None]:
-            return head.headers, content
-
+        tries = Tries(self._fleet, repeatable=repeatable, counted=head.is_queued, only=self._keeper(head))
         # An upload may take as long as its client does.
         with self._limited(tries, inf if content is not None else self._tries_s) as limit:
-            while True:
-                placed = self._place(None, (), tries.replicas, only)
-                if await self._tried(head, placed, prepare, send, tries, limit):
-                    return
+            answered = False
+            while not answered:
+                placed = self._place(None, (), tries.replicas, tries.only)
+                answered = await self._tried(head, placed, content, send, tries, limit)
+
+    async def _answer(self, head: Head, body: KeptBody, send: Send) -> None:
+        length = len(body.received) if head.route == "responses" else 0
+        only = await self._run(partial(self._keeper, head, body.received), length)
+        tries = Tries(self._fleet, repeatable=head.is_queued, counted=head.is_queued, only=only)
+        with self._limited(tries, self._tries_s) as limit:
+            while not await self._tried(head, await self._order(head, body, tries), body, send, tries, limit):
+                await body.parse(self._parser, head.route, self._limits.workers)
+
+    async def _order(self, head: Head, body: KeptBody, tries: Tries) -> tuple[Replica, SentRequest]:
+        # If the client disconnects meanwhile, the documents may be ordered only afterwards.
+        place = partial(self._place, body.parsed, self._upcoming(head), tuple(tries.replicas), tries.only)
+        return await self._run(place, len(body.received), abandoned=self._end)
 
     async def _tried(
         self,
         head: Head,
         placed: tuple[Replica, SentRequest],
-        prepare: Callable[[Replica, SentRequest], tuple[Headers, AsyncIterator[bytes] | None]],
+        body: KeptBody | AsyncIterator[bytes] | None,
         send: Send,
         tries: Tries,
         limit: anyio.CancelScope,
-        *,
-        of_tokens: bool = False,
-        on_begun: Callable[[], None] = lambda: None,
     ) -> bool:
+        """Return False if another replica should be tried. Raises HTTPError."""
         replica, sent = placed
         tries.begin(replica)
 
         def begin() -> None:
             limit.deadline = inf
-            on_begun()
+            if isinstance(body, KeptBody):
+                body.free()
 
         # Requests that are not repeated keep the replica's answer.
+        of_tokens = head.route in _OF_TOKENS
         answer = HeldAnswer(send, of_tokens=of_tokens, refusable=tries.refusable, on_begun=begin, route=head.route)
         try:
-            headers, content = prepare(replica, sent)
+            headers, content = _request_to(replica, head, sent, body)
             async with replica.server.send(head.method, head.target, headers, content) as response:
                 tries.answered(response.status_code, response.headers.get("retry-after", ""))
                 raw = [*response.headers.raw, (_REPLICA, b"%d" % replica.number)]
@@ -352,3 +296,19 @@ class FleetProxy(ReverseProxy):
         replica, sent = placed
         sent.end()
         self._fleet.leave(replica)
+
+
+def _request_to(
+    replica: Replica, head: Head, sent: SentRequest, body: KeptBody | AsyncIterator[bytes] | None
+) -> tuple[Headers, AsyncIterator[bytes] | None]:
+    if not isinstance(body, KeptBody):
+        return head.headers, body
+    # Kept until an answer has begun: another replica may need it.
+    length, content = body.send(sent.take_body(body.received), again=True)
+    headers = sent.request_headers(with_length(head.headers, length))
+    if head.route == "responses":
+        # The answer's id is read to find the replica again.
+        headers = [*without(headers, b"accept-encoding"), (b"accept-encoding", b"identity")]
+    if head.route in _OF_TOKENS and replica.headers:
+        headers = [*without(headers, replica.headers[0][0]), *replica.headers]
+    return headers, content

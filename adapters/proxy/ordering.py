@@ -19,7 +19,6 @@ from ragorder.adapters.proxy.bodies.schema import NAMED, PERMUTATION, PREDICTED
 from ragorder.adapters.proxy.usage import StreamReader, WholeReader, reader_for
 from ragorder.adapters.request_facts import add_facts
 from ragorder.adapters.usage import AnswerLength, read_usage
-from ragorder.clouds import read_cloud_usage
 from ragorder.document import Document
 from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
@@ -118,6 +117,9 @@ class OrderedRequest(SentRequest):
         self.predicted_tokens = 0
         if ordering is not None and permutation is None:
             self.permutation, self.predicted_tokens = ordering.permutation, ordering.cached_tokens
+        for each in () if ordering is None else (ordering, *ordering.twins):
+            # The body has their texts, and the answer may take long.
+            each.documents = []
         self._body = body
         self._ordering = ordering
         self._choices = choices
@@ -187,8 +189,14 @@ class OrderedRequest(SentRequest):
             self._answer_length.learn(usage.completion_tokens)
             if usage.prompt_tokens is not None and usage.completion_tokens is not None:
                 total_tokens = usage.prompt_tokens + usage.completion_tokens
-        counts = {} if ordering.cloud is None else {"written_tokens": read_cloud_usage(report).written_tokens}
-        ordering.confirm(usage.cached_tokens, total_tokens, prompt_tokens=usage.prompt_tokens, **counts)
+        written_tokens = None
+        if ordering.cloud is not None:
+            from ragorder.clouds import read_cloud_usage
+
+            written_tokens = read_cloud_usage(report).written_tokens
+        ordering.confirm(
+            usage.cached_tokens, total_tokens, prompt_tokens=usage.prompt_tokens, written_tokens=written_tokens
+        )
         if self._on_tbt is not None and self._choices == 1 and (tbt_s := reader.tbt_s()) is not None:
             self._on_tbt(tbt_s)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from operator import methodcaller
 from typing import NamedTuple
@@ -16,15 +16,16 @@ from starlette.types import Receive, Scope, Send
 from ragorder.adapters.http_server.content_encoding import check_encoding, encoding_of, is_decodable
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, end_to_end, header, is_json, without
-from ragorder.adapters.http_server.request_body import MemoryBudget, MemoryShare, RequestBody
-from ragorder.adapters.http_server.untrusted_json import VALUE_BYTES
+from ragorder.adapters.http_server.request_body import MemoryBudget, RequestBody
 from ragorder.adapters.proxy.admission import AdmissionQueue
 from ragorder.adapters.proxy.bodies.body import Route
 from ragorder.adapters.proxy.bodies.parsed import ParsedBody
 from ragorder.adapters.proxy.bodies.parsing import BodyParser
+from ragorder.adapters.proxy.kept_body import KeptBody
 from ragorder.adapters.proxy.ordering import RequestOrderer, SentRequest, TopicRouter
 from ragorder.adapters.proxy.upstream import Upstream
 from ragorder.adapters.proxy.workers import Workers
+from ragorder.pipelining.reordering import CachedLengths
 
 _ROUTES: dict[str, Route] = {
     "chat/completions": "chat",
@@ -39,8 +40,6 @@ _ROUTE = re.compile(
     r"|/(?:cohere/)?(v2/chat)"
 )
 _SLASHES = re.compile("/+")
-# Bytes of a body sent at a time, so that a long one is not copied whole.
-_PIECE = 1 << 18
 _INVALID_IN_HEADER = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _SEPARATOR = re.compile(rb"[/\\]")
 _DOTS = (b".", b"..")
@@ -73,9 +72,10 @@ class ReverseProxy(ABC):
     """ASGI application that forwards every HTTP request. JSON bodies of POSTs are parsed, and ordered if they have
     documents; other bodies and all answers are streamed. Raises HTTPError without an answer to forward."""
 
-    def __init__(self, parser: BodyParser, limits: Limits) -> None:
+    def __init__(self, parser: BodyParser, limits: Limits, predict: Callable[[ParsedBody], CachedLengths]) -> None:
         self._parser = parser
         self._limits = limits
+        self._predict = predict
         self._run = limits.workers.run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,20 +83,30 @@ class ReverseProxy(ABC):
         if head.is_sealed:
             self._parser.passed("compressed")
         limits, headers = self._limits, scope["headers"]
+        admission = limits.admission if head.is_queued else None
         with limits.memory.share() as share:
-            body = RequestBody(headers, receive, limits.body, share, limits.client_s, head.encoding)
-            async with body.connected():
-                await self._exchange(head, body, send, share)
+            request_body = RequestBody(headers, receive, limits.body, share, limits.client_s, head.encoding)
+            async with request_body.connected():
+                if head.route is None and admission is None:
+                    await self._forward(head, await request_body.stream(), send)
+                    return
+                body = KeptBody(await request_body.read(), share)
+                await body.parse(self._parser, head.route, limits.workers)
+                async with nullcontext() if admission is None else admission.admit(body.parsed, self._predict):
+                    await self._answer(head, body, send)
 
     @abstractmethod
-    async def _exchange(self, head: Head, request_body: RequestBody, send: Send, share: MemoryShare) -> None:
-        """Answer one request."""
+    async def _forward(self, head: Head, content: AsyncIterator[bytes] | None, send: Send) -> None:
+        """Answer a request whose body is passed on as it arrives."""
 
-    def _parse(self, route: Route, body: bytes) -> tuple[ParsedBody | None, int]:
-        parsed = self._parser.parse(route, body)
-        if parsed is None:
-            return None, len(body)
-        return parsed, len(body) * (1 + _max_character_bytes(body)) + parsed.values * VALUE_BYTES
+    @abstractmethod
+    async def _answer(self, head: Head, body: KeptBody, send: Send) -> None:
+        """Order a request's documents, if it has any, and answer it."""
+
+    def _upcoming(self, head: Head) -> Sequence[ParsedBody]:
+        """Return the probably next requests, if this one was queued."""
+        admission = self._limits.admission
+        return admission.upcoming() if head.is_queued and admission is not None else ()
 
 
 class ServerProxy(ReverseProxy):
@@ -105,55 +115,34 @@ class ServerProxy(ReverseProxy):
     def __init__(
         self, upstream: Upstream, parser: BodyParser, orderer: RequestOrderer | TopicRouter, limits: Limits
     ) -> None:
-        super().__init__(parser, limits)
+        super().__init__(parser, limits, orderer.predict_cached_tokens)
         self._upstream = upstream
         self._orderer = orderer
 
-    async def _exchange(self, head: Head, request_body: RequestBody, send: Send, share: MemoryShare) -> None:
-        admission = self._limits.admission if head.is_queued else None
-        headers = head.headers
-        sent: SentRequest | None = None
-        async with AsyncExitStack() as until_answered:
-            content: AsyncIterator[bytes] | None
-            if head.route is None and admission is None:
-                content = await request_body.stream()
-            else:
-                body = await request_body.read()
-                sent = await self._order(head.route, admission, body, share, until_answered)
-                if sent is not None:
-                    body = sent.take_body(body)
-                share.resize(len(body))
-                headers = with_length(headers, body)
-                content = pieces([body], share)
-                del body
-            if sent is not None:
-                headers = sent.request_headers(headers)
-            async with self._upstream.send(head.method, head.target, headers, content) as response:
-                await forward_answer(response.status_code, response.headers.raw, response.aiter_raw(), send, sent)
+    async def _forward(self, head: Head, content: AsyncIterator[bytes] | None, send: Send) -> None:
+        await self._exchange(head, head.headers, content, SentRequest(), send)
 
-    async def _order(
-        self,
-        route: Route | None,
-        admission: AdmissionQueue | None,
-        body: bytes,
-        share: MemoryShare,
-        until_answered: AsyncExitStack,
-    ) -> SentRequest | None:
-        length, parsed, upcoming = len(body), None, []
-        if route is not None:
-            parsed, kept = await self._run(partial(self._parse, route, body), length)
-            share.resize(kept)
-        if admission is not None:
-            predict = None if parsed is None else partial(self._orderer.predict_cached_tokens, parsed)
-            upcoming = await until_answered.enter_async_context(admission.admit(parsed, predict))
-        if parsed is None:
-            return None
+    async def _answer(self, head: Head, body: KeptBody, send: Send) -> None:
+        sent = await self._order(head, body)
+        try:
+            length, content = body.send(sent.take_body(body.received))
+            await self._exchange(head, sent.request_headers(with_length(head.headers, length)), content, sent, send)
+        finally:
+            # Before its admission ends, so that the choice of the next request sees this one's cached prefix.
+            sent.end()
+
+    async def _order(self, head: Head, body: KeptBody) -> SentRequest:
+        if body.parsed is None:
+            return SentRequest()
         # If the client disconnects meanwhile, the documents may be ordered only afterwards.
-        order: Callable[[], SentRequest] = partial(self._orderer.order, parsed, upcoming)
-        ordered: SentRequest = await self._run(order, length, abandoned=methodcaller("end"))
-        # Ends before its admission does, so that the choice of the next request sees this one's cached prefix.
-        until_answered.callback(ordered.end)
-        return ordered
+        order: Callable[[], SentRequest] = partial(self._orderer.order, body.parsed, self._upcoming(head))
+        return await self._run(order, len(body.received), abandoned=methodcaller("end"))
+
+    async def _exchange(
+        self, head: Head, headers: Headers, content: AsyncIterator[bytes] | None, sent: SentRequest, send: Send
+    ) -> None:
+        async with self._upstream.send(head.method, head.target, headers, content) as response:
+            await forward_answer(response.status_code, response.headers.raw, response.aiter_raw(), send, sent)
 
 
 def read_head(scope: Scope) -> Head:
@@ -180,48 +169,44 @@ def route_of(path: str) -> Route | None:
     return None if found is None else _ROUTES[next(filter(None, found.groups()))]
 
 
-def with_length(headers: Headers, body: bytes) -> Headers:
-    return [*without(headers, b"content-length"), (b"content-length", b"%d" % len(body))]
+def with_length(headers: Headers, length: int) -> Headers:
+    return [*without(headers, b"content-length"), (b"content-length", b"%d" % length)]
 
 
 class ClientAnswer:
-    def __init__(self, send: Send, sent: SentRequest | None) -> None:
+    def __init__(self, send: Send, sent: SentRequest) -> None:
         self._send = send
         self._sent = sent
 
     async def begin(self, status: int, headers: Headers) -> None:
         sent = self._sent
-        if sent is not None:
-            sent.begin(status, headers)
-            if sent.translator is not None and 200 <= status < 300:
-                headers = sent.translator.begin(headers)
-            else:
-                sent.translator = None
-            headers = headers + sent.headers()
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        sent.begin(status, headers)
+        if sent.translator is not None and 200 <= status < 300:
+            headers = sent.translator.begin(headers)
+        else:
+            sent.translator = None
+        await self._send({"type": "http.response.start", "status": status, "headers": headers + sent.headers()})
 
     async def feed(self, chunk: bytes) -> None:
         sent = self._sent
-        if sent is not None:
-            sent.feed(chunk)
-            if sent.translator is not None:
-                chunk = sent.translator.feed(chunk)
-                if not chunk:
-                    return
+        sent.feed(chunk)
+        if sent.translator is not None:
+            chunk = sent.translator.feed(chunk)
+            if not chunk:
+                return
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def end(self) -> None:
-        sent, last = self._sent, b""
-        if sent is not None:
-            # Before the client sees the end: it may send the next request at once.
-            sent.complete = True
-            sent.end()
-            last = b"" if sent.translator is None else sent.translator.end()
+        sent = self._sent
+        # Before the client sees the end: it may send the next request at once.
+        sent.complete = True
+        sent.end()
+        last = b"" if sent.translator is None else sent.translator.end()
         await self._send({"type": "http.response.body", "body": last})
 
 
 async def forward_answer(
-    status: int, headers: Headers, chunks: AsyncIterator[bytes], send: Send, sent: SentRequest | None
+    status: int, headers: Headers, chunks: AsyncIterator[bytes], send: Send, sent: SentRequest
 ) -> None:
     """Raises HTTPError for an answer that is not valid HTTP."""
     chunked = any(name.lower() == b"transfer-encoding" for name, _ in headers)
@@ -236,20 +221,6 @@ async def forward_answer(
     async for chunk in chunks:
         await answer.feed(chunk)
     await answer.end()
-
-
-async def pieces(body: list[bytes], share: MemoryShare, kept: int = 0) -> AsyncIterator[bytes]:
-    """Yield the list's only body in pieces, and free it; `kept` bytes remain reserved."""
-    whole = body.pop()
-    for start in range(0, len(whole), _PIECE):
-        yield whole[start : start + _PIECE]
-    del whole
-    share.resize(kept)
-
-
-def _max_character_bytes(body: bytes) -> int:
-    """Return the bytes of each character: CPython stores a text as wide as its widest."""
-    return 1 if body.isascii() and b"\\u" not in body else 4
 
 
 def _target(scope: Scope) -> bytes:

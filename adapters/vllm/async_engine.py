@@ -9,9 +9,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from ragorder.adapters.openai.endpoint import checked_salt
 from ragorder.adapters.openai.prompts import PromptRequest, TimedUsage
-from ragorder.adapters.request_facts import FACTS, with_facts
+from ragorder.adapters.request_facts import FACTS, checked_salt, with_facts
 from ragorder.common.extras import needs
 from ragorder.pipelining import AnswerChunk
 

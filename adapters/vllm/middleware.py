@@ -158,7 +158,7 @@ class OrderDocuments:
         headers = scope["headers"]
         if sent is not None:
             body = sent.take_body(body)
-            headers = with_length(sent.request_headers(headers), body)
+            headers = with_length(sent.request_headers(headers), len(body))
         content: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         del body
 

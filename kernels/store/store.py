@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import cast
 
+from ragorder.common.circuit_breaker import CircuitBreaker
 from ragorder.kernels.store.folder import ChunkFolder, StoreRefusedError
 from ragorder.kernels.store.format import MAX_KEY_BYTES, BadHeaderError, ChunkName, Header, checksum
 from ragorder.kernels.store.scan import StoreCounters, check, scan
@@ -145,7 +146,7 @@ class ChunkStore:
             raise ValueError(f"capacity_bytes is {capacity_bytes}: give 0 or more")
         self.counters = StoreCounters()
         self._index = ChunkIndex(capacity_bytes, policy, history)
-        self._breaker = breaker or CircuitBreaker()
+        self._breaker = breaker or CircuitBreaker(failures=3, first_s=5.0, longest_s=300.0)
         self._removed = removed
         self._logger = logger
         self._writing: set[bytes] = set()
@@ -187,7 +188,7 @@ class ChunkStore:
     @property
     def pausing(self) -> bool:
         with self._lock:
-            return self._breaker.open
+            return self._breaker.left_s > 0
 
     def read(self, key: bytes, into: bytearray | memoryview) -> bool:
         """Copy a chunk into a buffer of its size. After False the buffer may hold anything."""
@@ -355,7 +356,7 @@ class ChunkStore:
     def _reserve(self, key: bytes, size: int, protected: Container[bytes]) -> dict[bytes, StoredChunk] | None:
         if self._closed or key in self._writing:
             return None
-        if self._breaker.open:
+        if self._breaker.left_s:
             self.counters.skipped_writes += 1
             return None
         evicted = self._index.make_room(size, protected)
@@ -363,6 +364,7 @@ class ChunkStore:
             self.counters.refused["room"] += 1
             return None
         self.counters.evicted += len(evicted)
+        self._breaker.begin()
         self._writing.add(key)
         self._busy += 1
         return evicted
@@ -397,7 +399,7 @@ class ChunkStore:
     def _free_disk(self, size: int, protected: Container[bytes]) -> bool:
         # If this did not help last time, other programs take the freed space: try it once after each pause.
         with self._lock:
-            evicted = self._index.evict(size, protected) if self._breaker.probing else {}
+            evicted = self._index.evict(size, protected) if self._breaker.is_first else {}
             self.counters.evicted += len(evicted)
         self._tell(list(evicted))
         self._remove_files(evicted.values())
@@ -437,48 +439,3 @@ class ChunkStore:
                 self._writing.discard(written)
             if not self._busy:
                 self._idle.notify_all()
-
-
-class CircuitBreaker:
-    """Opens after `failures` in a row, twice as long after each further one. A success resets it."""
-
-    def __init__(
-        self,
-        failures: int = 3,
-        first_seconds: float = 5.0,
-        longest_seconds: float = 300.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._failures = failures
-        self._first_seconds = self._next_seconds = first_seconds
-        self._longest_seconds = longest_seconds
-        self._clock = clock
-        self._in_a_row = 0
-        self._until = 0.0
-
-    @property
-    def open(self) -> bool:
-        return self._in_a_row >= self._failures and self._clock() < self._until
-
-    @property
-    def probing(self) -> bool:
-        """Whether the next attempt is the first since a success or an opening."""
-        return self._in_a_row == 0 or self._in_a_row >= self._failures
-
-    def failed(self) -> float:
-        """Return the seconds for which this failure opens it, or 0."""
-        if self.open:
-            return 0.0
-        self._in_a_row += 1
-        if self._in_a_row < self._failures:
-            return 0.0
-        seconds = self._next_seconds
-        self._until = self._clock() + seconds
-        self._next_seconds = min(2 * seconds, self._longest_seconds)
-        return seconds
-
-    def succeeded(self) -> bool:
-        reset = self._in_a_row >= self._failures
-        self._in_a_row = 0
-        self._next_seconds = self._first_seconds
-        return reset

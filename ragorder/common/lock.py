@@ -85,6 +85,7 @@ class DeferringLock:
         self._errors: deque[Exception] = deque()
 
     def run(self, work: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
+        # No context manager: an interrupt as its `__exit__` begins would leave the lock held for ever.
         if self._lock._is_owned():
             raise ReentryError("the orderer is already in use further up this call stack")
         if deferred:

@@ -21,7 +21,7 @@ from support.sent_requests import CERTIFICATES, CHAT, TOKEN, get, plain, post, r
 
 from ragorder import Orderer
 from ragorder.adapters.proxy import Fleet, ReplicaAddress, Timeouts, make_app
-from ragorder.adapters.proxy.fleet import ReplicaBackoff, requested_backoff_s
+from ragorder.adapters.proxy.fleet import make_backoff, requested_backoff_s
 
 LAST = b"data: [DONE]\n\n"
 WHOLE = json.dumps({"choices": [{"message": {"content": "yes"}}]}).encode()
@@ -116,59 +116,12 @@ def front(serve: Callable[[Any], str]) -> Iterator[MakeFront]:
         url = serve(make_app(Orderer(strict=True), upstream=fleet, **options))
         clock = Clock()
         for replica in fleet.replicas:
-            replica.backoff = ReplicaBackoff(clock)
+            replica.backoff = make_backoff(clock)
         return Front(url, fleet, clock)
 
     yield front
     for engine in engines:
         engine.gate.set()
-
-
-class TestReplicaBackoff:
-    @pytest.fixture
-    def clock(self) -> Clock:
-        return Clock()
-
-    @pytest.fixture
-    def backoff(self, clock: Clock) -> ReplicaBackoff:
-        return ReplicaBackoff(clock)
-
-    def test_last_ten_minutes_at_most_and_are_not_shortened(self, backoff: ReplicaBackoff) -> None:
-        backoff.ask(86_400)
-        backoff.ask(3)
-        # Other requests that end well meanwhile change nothing.
-        backoff.succeeded()
-        assert backoff.left_s == 600
-
-    def test_begin_with_the_fifth_failure_in_a_row(self, backoff: ReplicaBackoff) -> None:
-        for _ in range(4):
-            backoff.failed()
-        backoff.succeeded()
-        for _ in range(4):
-            backoff.failed()
-        assert backoff.left_s == 0
-        for _ in range(40):
-            backoff.failed()
-            assert backoff.left_s == 1, "failures of requests sent before make none longer"
-
-    def test_become_twice_as_long_up_to_a_minute(self, backoff: ReplicaBackoff, clock: Clock) -> None:
-        for _ in range(5):
-            backoff.failed()
-        lengths = []
-        for _ in range(8):
-            clock.now += backoff.left_s
-            backoff.taken()
-            backoff.failed()
-            lengths.append(backoff.left_s)
-        assert lengths == [2, 4, 8, 16, 32, 60, 60, 60]
-
-    def test_a_trial_whose_client_left_is_followed_by_another(self, backoff: ReplicaBackoff, clock: Clock) -> None:
-        for _ in range(5):
-            backoff.failed()
-        clock.now += 1
-        backoff.taken()
-        clock.now += 1
-        assert backoff.left_s == 0
 
 
 class TestWhatIsAsked:
@@ -219,6 +172,17 @@ class TestAReplicaThatAsksForARest:
         fleet.clock.now += 30
         # It has computed less.
         assert set(fleet.served_by(3)) == {"0"}
+
+    def test_gets_ten_minutes_at_most_and_an_answer_does_not_shorten_them(self, front: MakeFront) -> None:
+        full = Engine(429, retry_after="86400")
+        fleet = front(full, Engine())
+        fleet.post()
+        fleet.post({}, "/ragorder/replicas/1/drain")
+        full.headers = {"retry_after": "3"}
+        fleet.post()
+        full.status = 200
+        assert fleet.post().headers["x-ragorder-replica"] == "0"
+        assert fleet.state("rests_s")[0] == 600
 
     def test_of_all_replicas_the_refusal_goes_to_the_client(self, front: MakeFront) -> None:
         engines = [Engine(429, retry_after="30"), Engine(429, retry_after="20")]
@@ -274,6 +238,7 @@ class TestAReplicaThatFailsAgainAndAgain:
         fleet.clock.now += 1
         assert fleet.served_by(6).count("0") == 1
         assert broken.posts == 6
+        assert fleet.state("rests_s") == [2, 0]
         fleet.clock.now += 1.5
         assert set(fleet.served_by(4)) == {"1"}
         broken.status = 200

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,6 +27,7 @@ pytest.importorskip("msgspec")
 import httpx2
 import uvicorn
 from support.bodies import Bodies
+from support.sent_requests import TOKEN
 from support.serve_process import ServeProcess, launching
 
 from ragorder.adapters.http_server.connection import HEAD_LIMIT
@@ -33,7 +35,7 @@ from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.request_body import MemoryBudget, RequestBody
 from ragorder.adapters.http_server.server import listen, server_config
 from ragorder.adapters.http_server.untrusted_json import VALUE_BYTES, count_values
-from ragorder.adapters.proxy import AdmissionQueue, Timeouts, make_app
+from ragorder.adapters.proxy import AdmissionQueue, Fleet, ReplicaAddress, Timeouts, make_app
 from ragorder.adapters.proxy.app import PROBES
 from ragorder.adapters.proxy.workers import Workers
 
@@ -54,7 +56,9 @@ class FarEnd(httpx2.AsyncBaseTransport):
         self.held = threading.Event()
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        self.bodies.append(await request.aread())
+        stream: Any = request.stream
+        # Not by `aread`, which keeps what it has read.
+        self.bodies.append(b"".join([piece async for piece in stream]))
         path = request.extensions["target"].decode()
         if path.endswith("/never"):
             try:
@@ -65,6 +69,8 @@ class FarEnd(httpx2.AsyncBaseTransport):
             return httpx2.Response(200, content=self.endless())
         if path.endswith("/held"):
             return httpx2.Response(200, content=self.until_told())
+        if b'"stream":true' in self.bodies[-1]:
+            return httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=self.until_told(TOKEN))
         return httpx2.Response(200, headers={"content-length": str(len(ANSWER))}, content=self.whole())
 
     async def whole(self) -> AsyncIterator[bytes]:
@@ -78,8 +84,8 @@ class FarEnd(httpx2.AsyncBaseTransport):
         finally:
             self.left += 1
 
-    async def until_told(self) -> AsyncIterator[bytes]:
-        yield b"begun"
+    async def until_told(self, begun: bytes = b"begun") -> AsyncIterator[bytes]:
+        yield begun
         while not self.held.is_set():
             await asyncio.sleep(0.01)
         yield b"ended"
@@ -134,10 +140,9 @@ class Site:
     def start(self, *, client_s: float = 30.0, connections: int = 100, orderer: Any = None, **options: Any) -> Served:
         app = make_app(
             orderer or Orderer(block_size=16, strict=True),
-            upstream="http://far-end",
             make_transport=lambda: self.far_end,
             timeouts=Timeouts(client_s=client_s),
-            **options,
+            **{"upstream": "http://far-end"} | options,
         )
         self._served.append(Served(app, client_s, connections))
         return self._served[-1]
@@ -276,10 +281,24 @@ class TestBodies:
         holder.close()
         assert eventually(lambda: site.memory.used == 0)
 
-    def test_what_was_sent_upstream_is_not_kept_for_the_answer(self, site: Site) -> None:
-        connection = site.start().connect(head("/v1/held", 900) + b"x" * 900)
-        assert hears(connection, b"begun")
+    @pytest.mark.parametrize("queued", [False, True])
+    @pytest.mark.parametrize("replicas", [0, 1])
+    def test_what_was_sent_upstream_is_not_kept_for_the_answer(self, replicas: int, queued: bool, site: Site) -> None:
+        """Neither its bytes nor what was parsed of them."""
+        addresses = [ReplicaAddress("http://far-end", Orderer(block_size=16, strict=True)) for _ in range(replicas)]
+        upstream = Fleet(addresses) if addresses else "http://far-end"
+        served = site.start(admission=AdmissionQueue(1) if queued else None, upstream=upstream)
+        documents = [{"id": name, "text": name * 1_000_000} for name in "abcd"]
+        tag = {"documents": documents, "query": "?"}
+        body = json.dumps({"stream": True, "messages": [], "ragorder": tag}).encode()
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        connection = served.connect(head(CHAT, len(body)) + body)
+        assert hears(connection, TOKEN)
+        assert len(site.far_end.bodies.pop()) > 4_000_000
         assert site.memory.used == 0
+        assert eventually(lambda: tracemalloc.get_traced_memory()[0] - before < 500_000)
+        tracemalloc.stop()
         site.far_end.held.set()
         assert hears(connection, b"ended")
 

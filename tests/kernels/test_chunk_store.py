@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.rings import examples
 
+from ragorder.common.circuit_breaker import CircuitBreaker
 from ragorder.kernels.store import ChunkStore, StoreRefusedError, survey
 from ragorder.kernels.store.format import BadHeaderError, ChunkName, Header
 from ragorder.kernels.store.scan import stored_bytes
-from ragorder.kernels.store.store import CircuitBreaker
 from ragorder.trie.policies import POLICIES, History, Tier, TierNode, make_policy
 
 IDENTITY = "a model"
@@ -696,19 +696,6 @@ class TestADiskThatFails:
         assert holds(store, KEY)
         now[0] = 10.0
         assert put(store, OTHER) and not store.pausing
-
-    def test_whatever_fails_first_after_a_pause_brings_a_longer_one(self) -> None:
-        now = [0.0]
-        breaker = CircuitBreaker(2, 10.0, 25.0, clock=lambda: now[0])
-        assert [breaker.failed(), breaker.failed(), breaker.failed()] == [0.0, 10.0, 0.0]
-        for seconds, next_one in [(10.0, 20.0), (20.0, 25.0), (25.0, 25.0)]:
-            assert breaker.open
-            now[0] += seconds
-            assert not breaker.open
-            assert breaker.failed() == next_one
-        assert breaker.succeeded()
-        assert not breaker.succeeded()
-        assert [breaker.failed(), breaker.failed()] == [0.0, 10.0]
 
     def test_a_disk_that_cannot_be_read(self, folder: Path) -> None:
         store = stored(folder, KEY, OTHER)

@@ -95,7 +95,11 @@ def test_kernels_import_only_what_is_below_them() -> None:
 
 @pytest.mark.parametrize(
     ("module", "needs", "lines"),
-    [("ragorder", None, 6_500), ("ragorder.adapters.langchain", "langchain_core", 10_000)],
+    [
+        ("ragorder", None, 6_500),
+        ("ragorder.adapters.langchain", "langchain_core", 10_000),
+        ("ragorder.adapters.proxy", "httpx2", 16_000),
+    ],
 )
 def test_an_import_loads_few_lines(module: str, needs: str | None, lines: int) -> None:
     if needs is not None and importlib.util.find_spec(needs) is None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Raw
 
-from ragorder.adapters.cloud_orderers import CloudOrderers, ModelOrderer
 from ragorder.adapters.proxy.bodies.body import BOUNDARY, Fields, Route, decode, encode
-from ragorder.clouds.parts import cache_control, cache_options, prompt_cache_breakpoint
 from ragorder.orderer import OrdererLike
+
+if TYPE_CHECKING:
+    from ragorder.adapters.cloud_orderers import CloudOrderers, ModelOrderer
 
 Left = Literal["client_marks", "no_marks"]
 """Why documents keep their order for a cache that resumes only at breakpoints: the client has set some, or none
@@ -41,22 +43,33 @@ class MarkForm:
     own_head: bool = False
 
 
-_CACHE_CONTROL = MarkForm(
-    "cache_control",
-    encode(cache_control()["cache_control"]),
-    kinds=frozenset({"document", "image", "search_result", "text", "tool_result"}),
-    roles=frozenset({"system", "developer", "user", "assistant"}),
-    lookback_parts=20,
-)
-"""Form of Anthropic's API and its gateways."""
+@cache
+def _cache_control(ttl: str | None = None) -> MarkForm:
+    """Return the form of Anthropic's API and its gateways."""
+    from ragorder.clouds.parts import cache_control
 
-_BREAKPOINT = MarkForm(
-    "prompt_cache_breakpoint",
-    encode(prompt_cache_breakpoint()["prompt_cache_breakpoint"]),
-    kinds=frozenset({"text", "input_text"}),
-    roles=frozenset({"system", "developer", "user", "tool"}),
-    own_head=True,
-)
+    return MarkForm(
+        "cache_control",
+        encode(cache_control(ttl)["cache_control"]),
+        kinds=frozenset({"document", "image", "search_result", "text", "tool_result"}),
+        roles=frozenset({"system", "developer", "user", "assistant"}),
+        lookback_parts=20,
+    )
+
+
+@cache
+def _breakpoint(ttl: str | None) -> MarkForm:
+    """Return the form of OpenAI's API."""
+    from ragorder.clouds.parts import cache_options, prompt_cache_breakpoint
+
+    return MarkForm(
+        "prompt_cache_breakpoint",
+        encode(prompt_cache_breakpoint()["prompt_cache_breakpoint"]),
+        kinds=frozenset({"text", "input_text"}),
+        roles=frozenset({"system", "developer", "user", "tool"}),
+        besides={name: encode(value) for name, value in cache_options(ttl).items()},
+        own_head=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +100,7 @@ class Marking:
         if found is None:
             if has_own and self._heeds_client:
                 return MarkedBy(left="client_marks")
-            return MarkedBy(_CACHE_CONTROL if route in self._routes else None)
+            return MarkedBy(_cache_control() if route in self._routes else None)
         # Legacy completions take no key.
         keyed = found.provider == "openai" and route in ("chat", "responses")
         if found.rules.resume != "marks":
@@ -102,11 +115,9 @@ class Marking:
         bounds: dict[str, Any] = {"most": rules.marks, "lookback_parts": rules.lookback_parts}
         if found.provider == "anthropic" and route in self._routes:
             # The default TTL is not sent.
-            ttl = None if rules.ttl == "5m" else rules.ttl
-            return replace(_CACHE_CONTROL, value=encode(cache_control(ttl)["cache_control"]), own_head=True, **bounds)
+            return replace(_cache_control(None if rules.ttl == "5m" else rules.ttl), own_head=True, **bounds)
         if found.provider == "openai" and route in ("chat", "responses"):
-            besides = {name: encode(value) for name, value in cache_options(rules.ttl).items()}
-            return replace(_BREAKPOINT, besides=besides, **bounds)
+            return replace(_breakpoint(rules.ttl), **bounds)
         return None
 
 

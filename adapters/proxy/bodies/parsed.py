@@ -9,10 +9,10 @@ from typing import Literal, Protocol
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers
-from ragorder.adapters.openai.endpoint import checked_salt
 from ragorder.adapters.proxy.bodies.body import Body, PromptPrefix
 from ragorder.adapters.proxy.bodies.marks import Left, MarkForm
 from ragorder.adapters.proxy.bodies.schema import FIELD
+from ragorder.adapters.request_facts import checked_salt
 from ragorder.document import Document
 from ragorder.orderer import OrdererLike
 from ragorder.trie.histories import Segment

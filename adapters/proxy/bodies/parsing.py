@@ -7,12 +7,11 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
 
-from ragorder.adapters.cloud_orderers import CloudOrderers
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.untrusted_json import (
     MAX_VALUES,
@@ -50,6 +49,9 @@ from ragorder.common.lru_cache import LRUCache
 from ragorder.document import Document
 from ragorder.prompt import PromptBuilder
 from ragorder.trie.histories import Segment
+
+if TYPE_CHECKING:
+    from ragorder.adapters.cloud_orderers import CloudOrderers
 
 _BODIES = {body.route: body for body in (ChatBody, CohereBody, CompletionBody, MessagesBody, ResponsesBody)}
 _PREFIXES = 4096
