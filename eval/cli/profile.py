@@ -221,8 +221,9 @@ def _profile_placement(model: Path | None, output: Path, repeats: int, seed: int
     from ragorder.adapters.doctor.memory import choose_budgets
     from ragorder.eval.suites.profiling.placement import Journal, PlacementGrid, measure_placement
     from ragorder.eval.suites.profiling.placement_engine import PlacedSystem
-    from ragorder.pipelining.placement.base import Workload
-    from ragorder.pipelining.placement.plan import PlacementError, plan_placement
+    from ragorder.pipelining.placement.base import PARTITIONS, Workload
+    from ragorder.pipelining.placement.fit import PlacementError
+    from ragorder.pipelining.placement.plan import plan_placement
     from ragorder.pipelining.placement.profile import PlacementProfile
 
     if model is None:
@@ -247,7 +248,7 @@ def _profile_placement(model: Path | None, output: Path, repeats: int, seed: int
                     budgets,
                     workload,
                     batch=max(batches, default=1),
-                    partitions=given["partitions"] or 32,
+                    partitions=given["partitions"] or PARTITIONS,
                     seed=seed,
                     limit_s=_WORKSPACE_SHARE * limit_s,
                     progress=progress,

@@ -19,7 +19,7 @@ from ragorder.eval.running.load import Progress, silent
 from ragorder.kernels.model_sizes import model_sizes
 from ragorder.pipelining.placement.base import NO_INDEX, Curve, IndexSizes, ModelSizes, Workload
 from ragorder.pipelining.placement.budgets import Budgets, format_bytes
-from ragorder.pipelining.placement.plan import STAGES
+from ragorder.pipelining.placement.fit import STAGES
 from ragorder.pipelining.placement.profile import index_sizes
 
 _STEPS = (64, 256, 1024, 4096)
