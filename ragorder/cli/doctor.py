@@ -94,7 +94,13 @@ def _memory_options() -> Decorator:
             help="Disk for KV.",
             unset="what is free, or none if both others are given",
         ),
-        option("--prompt-tokens", type=Count(1), metavar="N", help="Tokens of a prompt.", unset="2048"),
+        option(
+            "--prompt-tokens",
+            type=Count(1),
+            metavar="N",
+            help="Tokens of a prompt.",
+            unset="2048, or fewer if the model is for fewer",
+        ),
         option("--answer-tokens", type=Count(1), metavar="N", help="Tokens of an answer.", unset="128"),
         option("--partitions", type=Count(1), metavar="N", help="Parts of an IVF index.", unset="32"),
         option(
