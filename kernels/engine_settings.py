@@ -34,6 +34,12 @@ class EngineSettings(KVTierSettings):
         "Weights that do not fit stream from host memory and from the model's files.",
         json_schema_extra={"unset": "enough for the whole model and its KV"},
     )
+    host_bytes: int = Field(
+        default=1 << 30,
+        ge=0,
+        description="Host memory for KV evicted from the device; 0 disables this tier. Beside a device budget it holds "
+        "first, with a corpus, its index, then KV of running requests and the layers that stream.",
+    )
     disk_bytes: int = Field(default=16 << 30, ge=1, description="Maximum size of the disk tier.")
     disk_backlog_bytes: int = Field(
         default=1 << 28,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -74,13 +74,70 @@ class DecoderShape:
         """Return the bytes of a request's logits."""
         return self.vocabulary * (itemsize + 4)
 
+    def sizes(
+        self,
+        layers: Sequence[int],
+        outside: int,
+        itemsize: int,
+        *,
+        block_tokens: int,
+        rows: int | None = None,
+        longest: int | None = None,
+        staging: int = 0,
+    ) -> ModelSizes:
+        """Return the sizes of a model with these weights. Any step has logits of `rows` requests (None: its own)."""
+        most = rows or ROWS
+        # The workspace is linear up to `most` tokens, and beyond.
+        steps = sorted({1, most, 2 * most})
+        return ModelSizes(
+            layers=tuple(layers),
+            outside=outside,
+            kv_token=self.kv_token(itemsize),
+            step_bytes=tuple((step, self.workspace(step, itemsize, most)) for step in steps),
+            step_rows=most,
+            row_bytes=0 if rows else self.row_bytes(itemsize),
+            itemsize=itemsize,
+            block_tokens=block_tokens,
+            staging=staging,
+            longest=longest,
+        )
+
+
+def exact_length(config: Mapping[str, Any]) -> int | None:
+    """Return the tokens up to which a model's cached keys stay valid, or None."""
+    # LongRoPE (Phi-3 128k) changes its frequencies beyond the original window, which invalidates cached keys.
+    original = config.get("original_max_position_embeddings")
+    limits = [config.get("max_position_embeddings"), config.get("n_positions")]
+    longropes = [rope for rope in ropes(config) if rope.get("rope_type") == "longrope"]
+    limits += [rope.get("original_max_position_embeddings") or original for rope in longropes]
+    return min((limit for limit in limits if limit), default=None)
+
+
+def ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the parameters of rotary positions, of each type of layer if they differ."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if isinstance(rope, Mapping):
+        nested = [entry for entry in rope.values() if isinstance(entry, Mapping)]
+        yield from nested or [rope]
+
+
+def quantised_words(config: Mapping[str, Any]) -> str | None:
+    """Say why quantised weights cannot be streamed and who serves them, or return None for other weights."""
+    entries = config.get("quantization_config")
+    if not isinstance(entries, Mapping):
+        return None
+    method = entries.get("quant_method", "unknown")
+    return (
+        f"its weights are quantised ({getattr(method, 'value', method)}), and ragorder's engine converts them when it "
+        "loads them, so that it cannot stream them. vLLM and llama.cpp serve them: `ragorder doctor --memory --for "
+        "vllm|llama.cpp` prints their command"
+    )
+
 
 _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _STORED |= {"F8_E4M3": 1, "F8_E5M2": 1}
 _LAYER = re.compile(r"^(.*?)\.(\d+)\.")
-# Tokens of the steps whose workspace is told.
-_STEPS = (64, 256, 1024, 4096, 8192)
 # A safetensors file begins with the length of its header.
 _HEADER_BYTES = 8
 _LARGEST_HEADER = 100_000_000
@@ -93,33 +150,41 @@ def model_sizes(path: Path | str, *, dtype: str | None = None, block_tokens: int
     path = Path(path)
     if dtype is not None and dtype not in _ITEMSIZES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_ITEMSIZES)}")
-    if not path.exists():
-        raise ValueError(f"there is no {path}: give the folder of a model, or its config.json")
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(f"{path} is not a model's folder: it has no config.json")
-    parameters = _Parameters.read(file)
+    config, file = read_config(path)
+    parameters = _Parameters(config, str(file))
     shape = parameters.shape
     itemsize = _ITEMSIZES[dtype] if dtype else parameters.itemsize
     if path.is_dir():
         layers, outside, stored = _of_weights(path, shape.layers, tied=parameters.tied)
-        # Stored weights are converted when they are loaded.
-        if dtype:
+        if quantised_words(config):
+            # They stay as they are stored.
+            pass
+        elif dtype:
+            # Stored weights are converted when they are loaded.
             layers, outside = [size * itemsize // stored for size in layers], outside * itemsize // stored
         else:
             itemsize = stored
     else:
         layers, outside = [parameters.layer * itemsize] * shape.layers, parameters.outside * itemsize
-    return ModelSizes(
-        layers=tuple(layers),
-        outside=outside,
-        kv_token=shape.kv_token(itemsize),
-        step_bytes=tuple((step, shape.workspace(step, itemsize)) for step in _STEPS),
-        step_rows=ROWS,
-        row_bytes=shape.row_bytes(itemsize),
-        itemsize=itemsize,
-        block_tokens=block_tokens,
-    )
+    return shape.sizes(layers, outside, itemsize, block_tokens=block_tokens, longest=exact_length(config))
+
+
+def read_config(path: Path) -> tuple[Mapping[str, Any], Path]:
+    """Return the configuration of a folder, or in a file, and its file. Raises OSError, ValueError."""
+    if not path.exists():
+        raise ValueError(f"there is no {path}: give the folder of a model, or its config.json")
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"{path} is not a model's folder: it has no config.json")
+    try:
+        config = decode(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: give the config.json of a model") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} is not a model's configuration: give its config.json")
+    # In models with several parts, the part that generates.
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config, file
 
 
 class _Parameters:
@@ -145,18 +210,6 @@ class _Parameters:
         self.tied = bool(config.get("tie_word_embeddings", plain))
         self.outside = shape.vocabulary * hidden * (1 if self.tied else 2) + positions + final_norm
         self.itemsize = _ITEMSIZES.get(str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), 4)
-
-    @classmethod
-    def read(cls, file: Path) -> _Parameters:
-        try:
-            config = decode(file.read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{file} is not JSON: give the config.json of a model") from error
-        if not isinstance(config, dict):
-            raise ValueError(f"{file} is not a model's configuration: give its config.json")
-        # In models with several parts, the part that generates.
-        text = config.get("text_config")
-        return cls({**config, **text} if isinstance(text, dict) else config, str(file))
 
 
 def _of_weights(folder: Path, layers: int, *, tied: bool) -> tuple[list[int], int, int]:

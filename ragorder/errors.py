@@ -23,7 +23,6 @@ RagorderError
   UnsupportedVLLMError            ragorder.adapters.vllm_tiers.versions
   WorkerError                     ragorder.adapters.http_server.processes
   BadHeaderError                  ragorder.kernels.store.format
-  BudgetError                     ragorder.kernels.offload.budget
   BuildError                      ragorder.kernels.preprocessing.manifest
     ManifestError                 ragorder.kernels.preprocessing.manifest
       NoBuildError                ragorder.kernels.preprocessing.manifest
@@ -38,7 +37,7 @@ RagorderError
   UnsupportedModelError           ragorder.kernels.models.support
   WriteFailedError                ragorder.kernels.preprocessing.builder
   AnswerChangedError              ragorder.pipelining.batching.requests
-  PlacementError                  ragorder.pipelining.placement.plan
+  PlacementError                  ragorder.pipelining.placement.fit
   QueueFullError                  ragorder.pipelining.reordering
   WorkflowError                   ragorder.pipelining.workflow.nodes
     DeadlineError                 ragorder.pipelining.workflow.nodes

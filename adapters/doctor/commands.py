@@ -6,7 +6,9 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from ragorder.pipelining.placement.base import PARTITIONS
 from ragorder.pipelining.placement.budgets import format_bytes
+from ragorder.pipelining.placement.costs import PlacementCosts
 from ragorder.pipelining.placement.plan import PlannedPlacement, plan_placement
 
 _GIB = 1 << 30
@@ -25,18 +27,53 @@ class ServingCommand:
         return "\n".join((shlex.join(self.words), *self.notes))
 
 
-def _ragorder(placement: PlannedPlacement, model: str, dtype: str | None) -> ServingCommand:
-    options: dict[str, object] = {"model": model, "dtype": dtype, **placement.engine_settings}
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a placement is of: a model (folder or name), the engine's `dtype` and `device`, and an index file."""
+
+    model: str
+    dtype: str | None = None
+    device: str | None = None
+    index: str | None = None
+
+
+def _ragorder(placement: PlannedPlacement, served: Served) -> ServingCommand:
+    options: dict[str, object] = {"model": served.model, "dtype": served.dtype, "device": served.device}
+    notes = []
+    if served.index is None:
+        options |= placement.engine_settings
+    else:
+        options |= {"corpus": "CORPUS", "index": served.index, **_budgets(placement)}
+        notes = list(_notes_on_questions(placement.costs))
     if "disk_bytes" in options:
         options["disk_path"] = "FOLDER"
-    return ServingCommand(("ragorder", "engine", *_words(options)))
+    return ServingCommand(("ragorder", "engine", *_words(options)), tuple(notes))
 
 
-def _vllm(placement: PlannedPlacement, model: str, dtype: str | None) -> ServingCommand:
+def _notes_on_questions(costs: PlacementCosts) -> Iterator[str]:
+    prompt, answer, parts = costs.workload.prompt_tokens, costs.workload.answer_tokens, len(costs.index.partitions)
+    yield (
+        "CORPUS is the folder of the index's documents. The engine divides the budgets in the same way, but for the "
+        f"longest prompt of the corpus instead of {prompt:,} tokens and {answer:,} of an answer, and again as the load "
+        "changes."
+    )
+    if not costs.estimated:
+        yield "It plans with usual rates, corrected by the times that it measures, and not with this profile."
+    if parts > PARTITIONS:
+        yield f"It cuts the index into {PARTITIONS} partitions."
+
+
+def _budgets(placement: PlannedPlacement) -> dict[str, int]:
+    budgets, used = placement.budgets, placement.footprint.total(placement)
+    device, host = (used.device, used.host) if budgets.unified else (budgets.device_bytes, budgets.host_bytes)
+    return {"device_bytes": device, "host_bytes": host} | ({"disk_bytes": budgets.disk_bytes} if used.disk else {})
+
+
+def _vllm(placement: PlannedPlacement, served: Served) -> ServingCommand:
     placement = _on_device(placement)
     costs, weights = placement.costs, placement.weights
     options: dict[str, object] = {
-        "dtype": dtype,
+        "dtype": served.dtype,
         "max_model_len": costs.workload.prompt_tokens + costs.workload.answer_tokens,
         "max_num_seqs": placement.batch,
         "max_num_batched_tokens": placement.step_tokens,
@@ -48,10 +85,10 @@ def _vllm(placement: PlannedPlacement, model: str, dtype: str | None) -> Serving
     if weights.disk:
         missing = format_bytes(weights.disk * costs.model.slot)
         notes.append(f"vLLM streams no weights from the disk: {missing} more of host memory are needed.")
-    return ServingCommand(("vllm", "serve", model, *_words(options)), tuple(notes))
+    return ServingCommand(("vllm", "serve", served.model, *_words(options)), tuple(notes))
 
 
-def _llama_cpp(placement: PlannedPlacement, model: str, dtype: str | None) -> ServingCommand:
+def _llama_cpp(placement: PlannedPlacement, served: Served) -> ServingCommand:
     placement = _on_device(placement)
     costs, weights = placement.costs, placement.weights
     tokens = placement.kv.device // costs.model.kv_token
@@ -64,8 +101,8 @@ def _llama_cpp(placement: PlannedPlacement, model: str, dtype: str | None) -> Se
         "ubatch_size": min(placement.step_tokens, _UBATCH),
     }
     notes = [
-        f"Convert {model} to MODEL.gguf first (convert_hf_to_gguf.py). A quantised file is smaller than planned: more "
-        "layers fit.",
+        f"Convert {served.model} to MODEL.gguf first (convert_hf_to_gguf.py). A quantised file is smaller than "
+        "planned: more layers fit.",
         "Layers that are not on the GPU are computed by the CPU. The file is mapped, so that layers beyond host memory "
         "are read from the disk.",
     ]
@@ -89,9 +126,8 @@ def _gib(size: int) -> str | None:
     return f"{-(-100 * size // _GIB) / 100:.2f}" if size else None
 
 
-COMMANDS: Mapping[str, Callable[[PlannedPlacement, str, str | None], ServingCommand]] = {
+COMMANDS: Mapping[str, Callable[[PlannedPlacement, Served], ServingCommand]] = {
     "ragorder": _ragorder,
     "vllm": _vllm,
     "llama.cpp": _llama_cpp,
 }
-"""From a placement, a model (folder or name) and its dtype."""

@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ragorder.adapters.doctor.commands import COMMANDS, ServingCommand
+from ragorder.adapters.doctor.commands import COMMANDS, Served, ServingCommand
 from ragorder.common.extras import needs
 from ragorder.kernels.model_sizes import model_sizes
-from ragorder.pipelining.placement.base import NO_INDEX, Workload
-from ragorder.pipelining.placement.budgets import Budgets, device_memory, format_bytes
+from ragorder.pipelining.placement.base import NO_INDEX, PARTITIONS, Workload
+from ragorder.pipelining.placement.budgets import Budgets, format_bytes, is_gpu
 from ragorder.pipelining.placement.costs import EstimatedCosts, PlacementCosts, Rates
-from ragorder.pipelining.placement.plan import STAGES, PlacementError, PlannedPlacement, bottleneck, plan_placement
+from ragorder.pipelining.placement.fit import STAGES, PlacementError
+from ragorder.pipelining.placement.plan import PlannedPlacement, bottleneck, plan_placement
 from ragorder.pipelining.placement.profile import PlacementProfile
 
 
@@ -52,9 +53,9 @@ class MemoryReport:
             lines.append(self.placement.explain())
         return "\n".join(lines)
 
-    def command(self, model: str, dtype: str | None = None, engine: str = "ragorder") -> ServingCommand | None:
+    def command(self, served: Served, engine: str = "ragorder") -> ServingCommand | None:
         """Return the command of an engine in `COMMANDS`, or None without a placement."""
-        return None if self.placement is None else COMMANDS[engine](self.placement, model, dtype)
+        return None if self.placement is None else COMMANDS[engine](self.placement, served)
 
     def as_json(self) -> Mapping[str, Any]:
         found: dict[str, Any] = {
@@ -89,29 +90,42 @@ class MemoryReport:
         return found
 
 
-def choose_budgets(device_bytes: int | None, host_bytes: int | None, disk_bytes: int | None) -> Budgets:
-    """Complete the given budgets by this machine's, with psutil. A given device and host count as two memories."""
+def choose_budgets(
+    device_bytes: int | None, host_bytes: int | None, disk_bytes: int | None, device: str | None = None
+) -> Budgets:
+    """Complete the given budgets by this machine's, with psutil. A given device and host count as two memories.
+
+    `device`: cpu or cuda, of the machine that is planned for. Raises ValueError for a GPU that is not here.
+    """
     if device_bytes is not None and host_bytes is not None:
         return Budgets(device_bytes, host_bytes, disk_bytes or 0)
     given: dict[str, Any] = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
-    return replace(Budgets.of_this_machine(), **{name: size for name, size in given.items() if size is not None})
+    found = Budgets.of_this_machine()
+    if is_gpu(device) == found.unified:
+        if found.unified:
+            raise ValueError("there is no GPU here: give device_bytes and host_bytes of the machine that has one")
+        found = Budgets(found.host_bytes, found.host_bytes, found.disk_bytes, unified=True)
+    return replace(found, **{name: size for name, size in given.items() if size is not None})
 
 
 def estimated_costs(
     model: Path,
     index: Path | None,
     *,
-    workload: Workload,
-    on_a_cpu: bool,
-    partitions: int = 32,
+    tokens: Mapping[str, int],
+    device: str | None = None,
+    partitions: int = PARTITIONS,
     dtype: str | None = None,
 ) -> EstimatedCosts:
-    """Estimate for a model (folder or config.json) and a FAISS file. Raises OSError, ValueError, and ImportError
-    without FAISS."""
-    rates = Rates.of_a_cpu() if on_a_cpu else Rates.of_a_gpu()
+    """Estimate for a model (folder or config.json) and a FAISS file, on `device` (None: a GPU if one is here).
+
+    `tokens`: arguments of `Workload.usual`. Raises OSError, ValueError, and ImportError without FAISS.
+    """
+    gpu = is_gpu(device)
     sizes = model_sizes(model, dtype=dtype)
-    if device_memory() is not None:
+    if gpu:
         sizes = sizes.model_copy(update={"staging": STAGES * sizes.slot})
+    rates, workload = Rates.usual(gpu=gpu), Workload.usual(sizes.longest, **tokens)
     if index is None:
         return EstimatedCosts(sizes, rates, NO_INDEX, workload)
     with needs("retrieval", "an index"):

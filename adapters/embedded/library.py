@@ -17,19 +17,19 @@ from ragorder.adapters.openai.prompts import Question
 from ragorder.common.corpus import read_passages
 from ragorder.kernels.engine import EngineSettings
 from ragorder.kernels.engine.budgeted import model_folder
+from ragorder.kernels.model_sizes import exact_length
 from ragorder.kernels.models.loading import load_config
-from ragorder.kernels.models.support import exact_length
 from ragorder.kernels.preprocessing.encoder import TextEncoder
 from ragorder.pipelining import PartitionedSearch
 from ragorder.pipelining.batching import PartitionedRetrieval
 from ragorder.pipelining.batching.corpus_index import corpus_index
-from ragorder.pipelining.placement.base import Placement, Workload
-from ragorder.pipelining.placement.budgets import Budgets, device_memory
-from ragorder.pipelining.placement.plan import PlacementError, PlannedPlacement, plan_placement
+from ragorder.pipelining.placement.base import PARTITIONS, Placement
+from ragorder.pipelining.placement.budgets import Budgets
+from ragorder.pipelining.placement.fit import PlacementError
+from ragorder.pipelining.placement.plan import PlannedPlacement, plan_placement
 from ragorder.pipelining.placement.profile import index_sizes
 from ragorder.pipelining.placement.replan import Replanner
 
-_PARTITIONS = 32
 # Tokens of a usual question.
 _QUESTION_TOKENS = 64
 
@@ -59,7 +59,7 @@ class Library:
         say(f"Corpus: {len(self._documents):,} documents in {corpus}")
         self._encoder = TextEncoder(embedder)
         self._index = corpus_index([each.text for each in self._documents], self._encoder, index, say=say)
-        self._sizes = index_sizes(self._index, _PARTITIONS)
+        self._sizes = index_sizes(self._index, PARTITIONS)
         say(f"Index: {self._index}, {self._sizes.total:,} bytes, partitions: {len(self._sizes.partitions)}")
 
     def place(
@@ -71,23 +71,25 @@ class Library:
         PlacementError, OSError, ValueError.
         """
         prompt = self.check_prompts(
-            builder, settings.max_model_len or exact_length(load_config(model).get_text_config())
+            builder, settings.max_model_len or exact_length(load_config(model).get_text_config().to_dict())
         )
         if settings.device_bytes is None:
             return settings, None
-        costs = estimated_costs(
+        given = settings.model_fields_set
+        estimated = estimated_costs(
             model_folder(model),
             self._index,
-            workload=Workload(prompt_tokens=prompt, answer_tokens=ANSWER_TOKENS),
-            on_a_cpu=settings.device == "cpu" or device_memory() is None,
-            partitions=_PARTITIONS,
+            tokens={"prompt_tokens": prompt, "answer_tokens": ANSWER_TOKENS},
+            device=settings.device,
             dtype=settings.dtype,
         )
         disk_bytes = settings.disk_bytes if settings.disk_path is not None else 0
         budgets = Budgets(settings.device_bytes, settings.host_bytes, disk_bytes)
-        placement = plan_placement(budgets, costs, backlog=settings.max_requests)
+        costs = replace(estimated, step_tokens=settings.max_batch_tokens)
+        held = "max_batch_tokens" in given
+        placement = plan_placement(budgets, costs, backlog=settings.max_requests, held=held)
         planned = dict(placement.engine_settings)
-        kept = settings.model_fields_set - {"device_bytes", "host_bytes"}
+        kept = given - {"device_bytes", "host_bytes"}
         if not kept & {"device_tokens", "max_batch_tokens"}:
             self.replanner = Replanner(placement, costs, most=settings.max_requests)
         changed = {name: value for name, value in planned.items() if name not in kept}

@@ -73,6 +73,8 @@ class LoadFollower:
     async def _follow(self) -> None:
         answered, self._answered = self._answered, []
         for trace in answered:
+            if trace.retrieval_began_s is not None and trace.found_s is not None:
+                self.replanner.retrieved(trace.found_s - trace.retrieval_began_s)
             began_s, ended_s = trace.generation_began_s, trace.ended_s
             if trace.prompt_tokens and trace.answer_tokens and began_s is not None and ended_s is not None:
                 self.replanner.answered(

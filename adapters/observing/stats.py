@@ -32,6 +32,7 @@ _SERVING = {
     "ragorder_batching_partitions": "partitions in memory",
     "ragorder_engine_layers": "layers",
     "ragorder_engine_kv_layers": "layers' KV",
+    "ragorder_engine_moving_layers": "moving layers",
 }
 
 _DERIVED = (

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _PLACEMENT_LIMIT_S = 100.0
 # Of the limit, for the workspace of steps.
 _WORKSPACE_SHARE = 0.2
+# Of the limit that is left then, for the cells with which times can be fitted.
+_LEAST_SHARE = 0.6
 
 
 @click.command(cls=Command, examples=["ragorder profile --base-url http://127.0.0.1:8000 --loads --output p.json"])
@@ -221,8 +223,9 @@ def _profile_placement(model: Path | None, output: Path, repeats: int, seed: int
     from ragorder.adapters.doctor.memory import choose_budgets
     from ragorder.eval.suites.profiling.placement import Journal, PlacementGrid, measure_placement
     from ragorder.eval.suites.profiling.placement_engine import PlacedSystem
-    from ragorder.pipelining.placement.base import Workload
-    from ragorder.pipelining.placement.plan import PlacementError, plan_placement
+    from ragorder.pipelining.placement.base import PARTITIONS, Workload
+    from ragorder.pipelining.placement.fit import PlacementError
+    from ragorder.pipelining.placement.plan import plan_placement
     from ragorder.pipelining.placement.profile import PlacementProfile
 
     if model is None:
@@ -247,7 +250,7 @@ def _profile_placement(model: Path | None, output: Path, repeats: int, seed: int
                     budgets,
                     workload,
                     batch=max(batches, default=1),
-                    partitions=given["partitions"] or 32,
+                    partitions=given["partitions"] or PARTITIONS,
                     seed=seed,
                     limit_s=_WORKSPACE_SHARE * limit_s,
                     progress=progress,
@@ -274,9 +277,16 @@ def _profile_placement(model: Path | None, output: Path, repeats: int, seed: int
             if len(journal):
                 notes.print(Text(f"{part}: {len(journal)} times have been measured before", "yellow"))
             left_s = limit_s - (time.monotonic() - began_s)
+            # At the fewest and at the most layers on the device.
+            system.engine.shorten(2 * grid.batches[:2], _LEAST_SHARE * left_s)
             left_out = measure_placement(system, grid, journal, seed=seed, limit_s=left_s, progress=progress)
             for note in left_out:
                 notes.print(Text(f"left out: {note}", "yellow"))
+            measured = system.engine.measured_tokens
+            if measured < workload.prompt_tokens:
+                note = f"of prompts of {workload.prompt_tokens:,} tokens the first {measured:,} were computed"
+                notes.print(Text(f"{note} (--placement-limit)", "yellow"))
+            index = None if given["index"] is None else str(given["index"])
             generation, retrieval = journal.medians()
             made = PlacementProfile(
                 model=system.model,
@@ -285,7 +295,15 @@ def _profile_placement(model: Path | None, output: Path, repeats: int, seed: int
                 step_tokens=system.engine.step_tokens,
                 generation=tuple(generation),
                 retrieval=tuple(retrieval),
-                facts={"model": str(model), "repeats": repeats, "seed": seed, "left_out": left_out, **system.facts()},
+                facts={
+                    "model": str(model),
+                    "repeats": repeats,
+                    "seed": seed,
+                    "index": index,
+                    "measured_prompt_tokens": measured,
+                    "left_out": left_out,
+                    **system.facts(),
+                },
             )
         made.to_file(output)
         part.unlink(missing_ok=True)

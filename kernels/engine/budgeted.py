@@ -6,7 +6,7 @@ import logging
 from collections import abc
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ragorder.kernels.engine.request import fault_of
 from ragorder.kernels.engine.scheduler import Scheduler
 from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.model_sizes import quantised_words
 from ragorder.kernels.models.loading import (
     ModelLoadError,
     check_loaded,
@@ -27,9 +28,8 @@ from ragorder.kernels.models.loading import (
     pick_device,
     progress_on_terminals,
 )
-from ragorder.kernels.models.model import PatchedModel, wanted_tokens
+from ragorder.kernels.models.model import PatchedModel
 from ragorder.kernels.models.support import UnsupportedModelError, check_model, longest_exact_length
-from ragorder.kernels.offload.budget import MemoryNeeds, MemoryPlan, plan_memory
 from ragorder.kernels.offload.checkpoint import Checkpoint, CheckpointError, LayerReadError
 from ragorder.kernels.offload.layout import CheckpointMap
 from ragorder.kernels.offload.model_memory import ModelMemory, decoder_layers, skeleton
@@ -38,8 +38,11 @@ from ragorder.kernels.offload.residency import Place, Residency
 from ragorder.kernels.offload.store import LayerStore, Source
 from ragorder.kernels.offload.stream import LayerStreamer
 from ragorder.kernels.paging import KVShape, OutOfBlocksError
-from ragorder.pipelining.placement.base import Placement
-from ragorder.pipelining.placement.plan import STAGES
+from ragorder.pipelining.placement.base import Placement, Workload
+from ragorder.pipelining.placement.budgets import Budgets
+from ragorder.pipelining.placement.costs import EstimatedCosts, Rates
+from ragorder.pipelining.placement.fit import STAGES, place_pool
+from ragorder.pipelining.placement.plan import plan_placement
 
 _logger = logging.getLogger("ragorder.kernels.engine")
 
@@ -57,52 +60,76 @@ class StreamedModel:
     weights: ModelMemory
 
 
-def _plan_streamed(
-    model: Any, settings: EngineSettings, weights: ModelMemory, shape: KVShape | None = None, slot: int = 0
-) -> MemoryPlan:
+def _place(
+    model: Any,
+    settings: EngineSettings,
+    weights: ModelMemory,
+    *,
+    gpu: bool,
+    shape: KVShape | None = None,
+    slot: int = 0,
+) -> Placement:
+    """Place by the planner of `ragorder doctor --memory`, around the settings that are given. Raises PlacementError."""
     assert settings.device_bytes is not None
-    gpu = str(settings.device or "").startswith("cuda")
-    layers = [max(slot, each) for each in weights.layers]
-    block = settings.block_size * weights.kv_token if shape is None else shape.block_bytes
-    longest = settings.max_model_len or longest_exact_length(model)
-    return plan_memory(
-        settings.device_bytes,
-        settings.host_bytes,
-        MemoryNeeds(
-            outside=weights.outside,
-            layers=layers,
-            block=block,
-            block_tokens=settings.block_size,
-            workspace=lambda tokens: weights.workspace(tokens, settings.max_requests),
-            staging=STAGES * max(layers) if gpu else 0,
-        ),
-        longest=longest,
-        device_tokens=settings.device_tokens,
-        wanted_tokens=None if gpu else wanted_tokens(longest),
-        max_batch_tokens=settings.max_batch_tokens,
-        held="max_batch_tokens" in settings.model_fields_set,
+    given = settings.model_fields_set
+    sizes = weights.sizes(
+        slot=slot,
+        block_tokens=settings.block_size,
+        rows=settings.max_requests if {"max_requests", "device_tokens"} & given else None,
+        longest=settings.max_model_len or longest_exact_length(model),
+        staging=STAGES * max(slot, *weights.layers) if gpu else 0,
     )
+    if shape is not None:
+        sizes = sizes.model_copy(update={"kv_token": shape.block_bytes // shape.block_size})
+    budgets = Budgets(settings.device_bytes, settings.host_bytes)
+    held = "max_batch_tokens" in given
+    if settings.device_tokens is not None:
+        return place_pool(
+            budgets,
+            sizes,
+            device_tokens=settings.device_tokens,
+            batch=settings.max_requests,
+            step_tokens=settings.max_batch_tokens,
+            held=held,
+        )
+    costs = EstimatedCosts(
+        sizes,
+        Rates.usual(gpu=gpu),
+        workload=Workload.usual(sizes.longest),
+        step_tokens=settings.max_batch_tokens,
+    )
+    placed = plan_placement(budgets, costs, backlog=settings.max_requests, held=held)
+    return replace(placed, batch=min(settings.max_requests, placed.step_tokens)) if "max_requests" in given else placed
 
 
 class StreamedMemory:
-    """`plan` of an engine with streamed layers, and the settings derived from it. Raises BudgetError."""
+    """`placement` of an engine with streamed layers, and the settings derived from it. Raises PlacementError."""
 
     def __init__(self, model: PatchedModel, streamed: StreamedModel, settings: EngineSettings) -> None:
         self.streamer = streamer = streamed.streamer
         self.weights = streamed.weights
-        on_device = settings.model_copy(update={"device": str(model.device)})
-        self.plan = _plan_streamed(model.model, on_device, self.weights, model.shape, streamer.store.slot_bytes)
+        self.placement = placed = _place(
+            model.model,
+            settings,
+            self.weights,
+            gpu=model.device.type == "cuda",
+            shape=model.shape,
+            slot=streamer.store.slot_bytes,
+        )
+        self._blocks = placed.kv.device // model.shape.block_bytes
         self.settings = settings.model_copy(
             update={
-                "device_tokens": self.plan.blocks * settings.block_size,
-                "host_bytes": self.plan.host_kv_bytes,
-                "max_batch_tokens": self.plan.step_tokens,
+                "device_tokens": self._blocks * settings.block_size,
+                "host_bytes": placed.kv.host,
+                "max_batch_tokens": placed.step_tokens,
+                "max_requests": placed.batch,
             }
         )
 
     def make_cache(self, make: Callable[[int, int, abc.Sequence[int]], KnowledgeCache]) -> KnowledgeCache:
-        blocks, host_bytes, layers = self.plan.blocks, self.plan.host_kv_bytes, len(self.weights.layers)
-        in_host = Residency.spread(layers, layers - self.plan.kv_host_layers, self.plan.kv_host_layers).in_host
+        blocks, host_bytes = self._blocks, self.settings.host_bytes
+        layers, kv_in_host = len(self.weights.layers), self.placement.kv_host_layers
+        in_host = Residency.spread(layers, layers - kv_in_host, kv_in_host).in_host
         while True:
             try:
                 return make(blocks, host_bytes, in_host)
@@ -118,19 +145,19 @@ class StreamedMemory:
                     blocks, host_bytes = (blocks + 1) // 2, host_bytes // 2
 
     def place_layers(self) -> None:
-        plan, streamer = self.plan, self.streamer
-        layers = len(streamer.store)
-        if plan.streams:
-            streamer.resize(plan.slots)
-        reached = streamer.move(Residency.spread(layers, plan.device_layers, plan.host_layers))
-        if reached.count(Place.DEVICE) < plan.device_layers:
+        placed, streamer = self.placement, self.streamer
+        if placed.slots:
+            streamer.resize(placed.slots)
+        weights = placed.weights
+        reached = streamer.move(Residency.spread(weights.total, weights.device, weights.host))
+        if reached.count(Place.DEVICE) < weights.device:
             _logger.warning(
                 "only %d of the %d layers within the budget fit into memory: the others stream",
                 reached.count(Place.DEVICE),
-                plan.device_layers,
+                weights.device,
             )
-        elif plan.streams:
-            streamer.room = self.room(plan.slots, plan.step_tokens, self.settings.max_requests)
+        elif placed.slots:
+            streamer.room = self.room(placed.slots, placed.step_tokens, placed.batch)
 
     def room(self, slots: int, step_tokens: int, requests: int) -> Callable[[int], int]:
         """Return the bytes for slots by a step's tokens: unused workspace holds layers read ahead (RAGDoll 4.3)."""
@@ -358,7 +385,7 @@ def load_streamed(
     name: str | Path, settings: EngineSettings, *, source: Callable[[Checkpoint], Source] | None = None
 ) -> StreamedModel:
     """Load a model with only the weights outside its decoder layers in memory. `source` replaces the checkpoint as the
-    layers' reader. Raises BudgetError before reading anything, ModelLoadError, UnsupportedModelError."""
+    layers' reader. Raises PlacementError before reading anything, ModelLoadError, UnsupportedModelError."""
     device = pick_device(settings.device)
     config = load_config(name)
     _check_quantised(name, config)
@@ -388,7 +415,7 @@ def _load(
     empty = skeleton(config, dtype)
     check_model(empty)
     size = ModelMemory.of(config, dtype)
-    _plan_streamed(empty, settings.model_copy(update={"device": str(device)}), size)
+    _place(empty, settings, size, gpu=device.type == "cuda")
     prefix, layers = decoder_layers(empty)
     found = CheckpointMap(empty, prefix, layers, checkpoint)
     weights = {each: checkpoint.tensor(each) for each in found.rest}
@@ -431,13 +458,9 @@ def model_folder(name: str | Path) -> Path:
 
 
 def _check_quantised(name: str | Path, config: Any) -> None:
-    quantised = getattr(config, "quantization_config", None)
-    if quantised is not None:
-        entries = quantised if isinstance(quantised, dict) else vars(quantised)
-        method = str(getattr(entries.get("quant_method"), "value", entries.get("quant_method", "unknown")))
+    if words := quantised_words(config.to_dict()):
         raise UnsupportedModelError(
-            f"{name} cannot be streamed: its weights are quantised ({method}) and "
-            "converted when they are loaded; leave out device_bytes, or give the model before quantisation"
+            f"{name}: {words}. Or leave out device_bytes, or give the model before quantisation"
         )
 
 

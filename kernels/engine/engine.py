@@ -140,7 +140,7 @@ class TieredEngine:
 
     @classmethod
     def load(cls, name: str | Path, settings: EngineSettings | None = None) -> Self:
-        """Load model and tokenizer from a folder or the Hub. Also raises ModelLoadError, BudgetError."""
+        """Load model and tokenizer from a folder or the Hub. Also raises ModelLoadError, PlacementError."""
         settings = settings or EngineSettings()
         if settings.device_bytes is None:
             return cls(load_model(name, settings), load_tokenizer(name), settings)

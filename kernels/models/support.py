@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ragorder.errors import RagorderError
+from ragorder.kernels.model_sizes import exact_length, ropes
 
 
 class UnsupportedModelError(RagorderError, ValueError):
@@ -41,16 +42,7 @@ def check_model(model: Any) -> None:
 
 def longest_exact_length(model: Any) -> int | None:
     """Return the tokens up to which cached keys stay valid, or None."""
-    return exact_length(text_config(model))
-
-
-def exact_length(config: Any) -> int | None:
-    # LongRoPE (Phi-3 128k) changes its frequencies beyond the original window, which invalidates cached keys.
-    original = getattr(config, "original_max_position_embeddings", None)
-    longropes = [rope for rope in _ropes(config) if rope.get("rope_type") == "longrope"]
-    limits = [getattr(config, "max_position_embeddings", None)]
-    limits += [rope.get("original_max_position_embeddings") or original for rope in longropes]
-    return min((limit for limit in limits if limit), default=None)
+    return exact_length(text_config(model).to_dict())
 
 
 def _name(model: Any) -> str:
@@ -67,7 +59,7 @@ def _reasons(model: Any) -> Iterator[str]:
     foreign = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if foreign:
         yield f"layers of {', '.join(sorted(foreign))}"
-    for rope in _ropes(config):
+    for rope in ropes(config.to_dict()):
         kind = str(rope.get("rope_type", "default"))
         if "dynamic" in kind:
             yield f"rotary positions ({kind} NTK) whose frequencies depend on the length of the sequence"
@@ -75,11 +67,3 @@ def _reasons(model: Any) -> Iterator[str]:
         yield "attention sinks"
     if not getattr(type(model), "_supports_attention_backend", False):
         yield "its own attention instead of transformers' AttentionInterface"
-
-
-def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    if not isinstance(rope, Mapping):
-        return
-    nested = [entry for entry in rope.values() if isinstance(entry, Mapping)]
-    yield from nested or [rope]

@@ -8,7 +8,6 @@ with needs("torch", "streaming weights"):
     import torch  # noqa: F401
     import transformers  # noqa: F401
 
-from ragorder.kernels.offload.budget import BudgetError, MemoryPlan, plan_memory
 from ragorder.kernels.offload.checkpoint import Checkpoint, CheckpointError, LayerReadError
 from ragorder.kernels.offload.model_memory import ModelMemory
 from ragorder.kernels.offload.residency import Place, Residency
@@ -16,16 +15,13 @@ from ragorder.kernels.offload.store import LayerStore
 from ragorder.kernels.offload.stream import LayerStreamer, StreamStats
 
 __all__ = [
-    "BudgetError",
     "Checkpoint",
     "CheckpointError",
     "LayerReadError",
     "LayerStore",
     "LayerStreamer",
-    "MemoryPlan",
     "ModelMemory",
     "Place",
     "Residency",
     "StreamStats",
-    "plan_memory",
 ]

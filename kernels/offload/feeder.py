@@ -13,7 +13,7 @@ import torch
 
 from ragorder.kernels.offload.layout import LayerLayout
 from ragorder.kernels.offload.store import LayerStore
-from ragorder.pipelining.placement.plan import STAGES
+from ragorder.pipelining.placement.fit import STAGES
 
 _READERS = 2
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from ragorder.kernels.model_sizes import ROWS, DecoderShape
 from ragorder.kernels.models.support import UnsupportedModelError
+from ragorder.pipelining.placement.base import ModelSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,11 @@ class ModelMemory:
 
     def workspace(self, tokens: int, rows: int = ROWS) -> int:
         return self.shape.workspace(tokens, self.itemsize, rows)
+
+    def sizes(self, *, slot: int, **options: Any) -> ModelSizes:
+        """Return sizes for a plan, as `DecoderShape.sizes` does, with at least `slot` bytes a layer."""
+        layers = [max(slot, each) for each in self.layers]
+        return self.shape.sizes(layers, self.outside, self.itemsize, **options)
 
 
 def skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:

@@ -23,7 +23,8 @@ from ragorder.pipelining.batching.server import DecoupledServer, ServingPlacemen
 from ragorder.pipelining.placement.base import IndexSizes, ModelSizes, Placement, Spread, Workload
 from ragorder.pipelining.placement.budgets import Budgets
 from ragorder.pipelining.placement.costs import EstimatedCosts, Footprint, Rates
-from ragorder.pipelining.placement.plan import PlacementError, PlannedPlacement, plan_placement
+from ragorder.pipelining.placement.fit import PlacementError
+from ragorder.pipelining.placement.plan import PlannedPlacement, plan_placement
 from ragorder.pipelining.placement.profile import PlacementProfile, shared_tokens
 from ragorder.pipelining.power_law import PowerLaw
 

@@ -90,7 +90,8 @@ class ModelSizes(_Sizes):
     """Bytes of decoder layers, of other weights (`outside`, on the device), and of a token's KV.
 
     `step_bytes`: points (tokens, bytes) of the workspace H, the memory of a step besides weights and KV, with logits of
-    `step_rows` requests, `row_bytes` each (0: not known). `staging`: host memory that streamed layers pass.
+    `step_rows` requests, `row_bytes` each (0: not known). `staging`: host memory that streamed layers pass. `longest`:
+    the most tokens of a request, None for any number.
     """
 
     layers: tuple[Annotated[int, Field(gt=0)], ...] = Field(min_length=1)
@@ -102,6 +103,7 @@ class ModelSizes(_Sizes):
     itemsize: int = Field(default=2, gt=0)
     block_tokens: int = Field(default=16, gt=0)
     staging: _Bytes = 0
+    longest: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _ascending(self) -> Self:
@@ -148,13 +150,27 @@ class IndexSizes(_Sizes):
 
 NO_INDEX = IndexSizes()
 
+PARTITIONS = 32
+"""Parts of an index, unless it has fewer clusters."""
+
+
+_PROMPT_TOKENS, _ANSWER_TOKENS = 2048, 128
+
 
 class Workload(_Sizes):
     """Tokens of a request. `shared`: points (requests, KV tokens) by batch, see `shared_tokens`."""
 
-    prompt_tokens: int = Field(default=2048, gt=0)
-    answer_tokens: int = Field(default=128, gt=0)
+    prompt_tokens: int = Field(default=_PROMPT_TOKENS, gt=0)
+    answer_tokens: int = Field(default=_ANSWER_TOKENS, gt=0)
     shared: Curve = ()
+
+    @classmethod
+    def usual(cls, longest: int | None, *, prompt_tokens: int | None = None, answer_tokens: int | None = None) -> Self:
+        """Return a usual request, of at most `longest` tokens, with the tokens that are given."""
+        most = _PROMPT_TOKENS + _ANSWER_TOKENS if longest is None else longest
+        answer = answer_tokens or max(1, min(_ANSWER_TOKENS, most // 2))
+        prompt = prompt_tokens or max(1, min(_PROMPT_TOKENS, most - answer))
+        return cls(prompt_tokens=prompt, answer_tokens=answer)
 
     @model_validator(mode="after")
     def _ascending(self) -> Self:

@@ -41,6 +41,11 @@ def device_memory() -> int | None:
         return None
 
 
+def is_gpu(device: str | None) -> bool:
+    """Return whether the device is a GPU; None stands for a GPU if one is here, else the CPU."""
+    return device_memory() is not None if device is None else device != "cpu"
+
+
 def host_memory() -> int:
     """Return the bytes of RAM available: the least of machine, control group and RLIMIT_AS."""
     with needs("live", "reading this machine's memory"):

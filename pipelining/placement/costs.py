@@ -114,6 +114,10 @@ class Rates:
             raise ValueError(f"rates are above 0, got {self}")
 
     @classmethod
+    def usual(cls, *, gpu: bool) -> Self:
+        return cls.of_a_gpu() if gpu else cls.of_a_cpu()
+
+    @classmethod
     def of_a_gpu(cls) -> Self:
         """Return the rates of a consumer's card on PCIe 4.0 with an NVMe disk."""
         return cls(flops=40e12, device=500e9, host=12e9, disk=2e9, scan=8e9)
@@ -126,7 +130,10 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class EstimatedCosts:
-    """Times from sizes and rates: a step is computation or copies, a retrieval read and scan."""
+    """Times from sizes and rates: a step is computation or copies, a retrieval reads and a scan.
+
+    Where known, `reading` is the factor of the time of reads, and `scan_s` the time of all else in a retrieval.
+    """
 
     model: ModelSizes
     rates: Rates
@@ -135,6 +142,8 @@ class EstimatedCosts:
     batches: Sequence[int] = _BATCHES
     step_tokens: int = _STEP_TOKENS
     estimated: bool = True
+    reading: float = 1.0
+    scan_s: float | None = None
 
     def generation_s(self, batch: int, weights: Spread, step_tokens: int, kv_host_layers: int = 0) -> float:
         slot, workload = self.model.slot, self.workload
@@ -152,9 +161,12 @@ class EstimatedCosts:
         return prefill_s + (workload.answer_tokens - 1) * step_s(batch, batch_tokens)
 
     def retrieval_s(self, partitions: int) -> float:
-        total = sum(self.index.partitions)
-        read = total - sum(sorted(self.index.partitions, reverse=True)[:partitions])
-        return read / self.rates.disk + total / self.rates.scan
+        scan_s = sum(self.index.partitions) / self.rates.scan if self.scan_s is None else self.scan_s
+        return self.reading * self.read_s(partitions) + scan_s
+
+    def read_s(self, partitions: int) -> float:
+        """Return the seconds of reading the partitions that are not in memory."""
+        return (sum(self.index.partitions) - self.index.resident(partitions)) / self.rates.disk
 
     def moving_s(self, before: Placement, after: Placement) -> float:
         """Return the seconds that a move reads and copies."""

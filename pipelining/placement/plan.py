@@ -2,106 +2,29 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from ragorder.errors import RagorderError
 from ragorder.pipelining.placement.base import KV_BUFFERS, Placement, Spread, pool_spread
 from ragorder.pipelining.placement.budgets import Budgets, format_bytes
 from ragorder.pipelining.placement.costs import Footprint, PlacementCosts, mean_latency_s
-
-LEAST_STEP = 64
-"""Tokens of the smallest planned step."""
-
-STAGES = 3
-"""Pinned host buffers that layers pass from the disk to a GPU."""
-
-# Share of the device for the workspace of streamed layers: a larger step leaves fewer layers on the device.
-_WORKSPACE_SHARE = 0.125
-# Buffers of streamed layers: one is computed, the next is ready, one more is read.
-_SLOTS = 3
+from ragorder.pipelining.placement.fit import (
+    LEAST_STEP,
+    DeviceFit,
+    PlacementError,
+    fit_device,
+    fit_host,
+    fit_pool,
+    least_device,
+    missing,
+    step_sizes,
+)
 
 WORTHWHILE = 0.01
 """Least gain, as a share of the latency, worth mentioning, or a move."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceFit:
-    """What fits on the device. `slots`: buffers for the other layers; `free`: bytes left."""
-
-    layers: int
-    slots: int
-    step_tokens: int
-    free: int
-
-
-def fit_device(
-    device_bytes: int, *, fixed: int, slot: int, layers: int, workspace: Callable[[int], int], steps: Iterable[int]
-) -> DeviceFit | None:
-    """Fit `layers` of `slot` bytes beside `fixed` bytes and the `workspace` of a step (Eq. 2); None: not even one fits.
-
-    Choose the largest step with room for all layers, else one with a moderate workspace, or the smallest.
-    """
-    best: tuple[bool, bool, int, int] | None = None
-    for step in steps:
-        needed = workspace(step)
-        fitting = (device_bytes - fixed - needed) // slot
-        if fitting >= 1:
-            whole, moderate = fitting >= layers, needed <= _WORKSPACE_SHARE * device_bytes
-            rank = whole, moderate, step if whole or moderate else -step, fitting
-            best = rank if best is None else max(best, rank)
-    if best is None:
-        return None
-    whole, _, step, fitting = best
-    slots = 0 if whole else min(_SLOTS, fitting)
-    staying = layers if whole else fitting - slots
-    left = device_bytes - fixed - workspace(abs(step)) - (staying + slots) * slot
-    return DeviceFit(staying, slots, abs(step), left)
-
-
-def fit_pool(
-    pool: int, layers: int, host_bytes: int, staging: int, fit: Callable[[int], DeviceFit | None]
-) -> tuple[int, DeviceFit] | None:
-    """Fit a pool of KV on the device, else the KV of the fewest `layers` in `host_bytes` that leave a whole ring of
-    buffers for weights, or one. Streamed layers need `staging` there. `fit` places the rest beside the pool on the
-    device. Return the layers with KV in host memory, and the fit; None if nothing fits."""
-    on_device = fit(pool)
-    if on_device is not None:
-        return 0, on_device
-
-    def fitted(in_host: int, ring: int) -> DeviceFit | None:
-        found = fit(pool_spread(pool, layers, in_host).device)
-        return found if found is not None and (not found.slots or 0 < ring <= found.slots) else None
-
-    def fits(in_host: int, ring: int) -> bool:
-        return fitted(in_host, ring) is not None
-
-    for ring, limit in ((_SLOTS, host_bytes - staging), (1, host_bytes - staging), (0, host_bytes)):
-        # So few that all of them are in buffers save nothing.
-        tried = range(KV_BUFFERS + 1, min(layers, max(0, limit) // -(-pool // layers)) + 1)
-        place = bisect_left(tried, True, key=partial(fits, ring=ring))
-        if place < len(tried) and (found := fitted(tried[place], ring)) is not None:
-            return tried[place], found
-    return None
-
-
-def fit_host(host_bytes: int, streamed: int, slot: int) -> tuple[int, int]:
-    """Return the streamed layers in host memory (Eq. 3), and the bytes left."""
-    layers = min(streamed, max(0, host_bytes) // slot)
-    return layers, max(0, host_bytes) - layers * slot
-
-
-def step_sizes(most: int, least: int) -> list[int]:
-    """Return the tried tokens of the largest step: halves of `most`, down to `least`."""
-    sizes = []
-    while most > least:
-        sizes.append(most)
-        most //= 2
-    return [*sizes, least]
 
 
 def bottleneck(placement: Placement, retrieval_s: float, generation_s: float, partitions: int) -> str:
@@ -147,10 +70,6 @@ def _seconds(seconds: float) -> str:
 
 # Increase of memory that `explain` tries.
 _MORE = 0.25
-
-
-class PlacementError(RagorderError, ValueError):
-    """A budget below one layer and one request, or a prompt above what the model can hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,22 +162,29 @@ class PlannedPlacement(Placement):
 
 
 def plan_placement(
-    budgets: Budgets, costs: PlacementCosts, *, backlog: int | None = None, host_kv: bool = True
+    budgets: Budgets, costs: PlacementCosts, *, backlog: int | None = None, host_kv: bool = True, held: bool = False
 ) -> PlannedPlacement:
     """Return the placement within the budgets with the lowest mean latency of `backlog` waiting requests.
 
     `backlog` defaults to the largest measured batch. All batches and numbers of resident partitions are tried; the
     paper stops where retrieval and generation take equally long (4.4). Remaining memory is for KV of documents. Without
-    `host_kv` the running batch's KV stays on the device.
+    `host_kv` the running batch's KV stays on the device. `held`: the largest step is that of `costs` if it fits.
+    Raises PlacementError.
     """
     backlog = max(costs.batches) if backlog is None else backlog
     if backlog < 1:
         raise ValueError(f"backlog is 1 or more waiting requests, got {backlog}")
-    batches = sorted({min(size, backlog) for size in costs.batches})
-    placements = (placement for batch in batches for placement in _walk(budgets, costs, batch, backlog, host_kv))
+    batches = sorted({min(size, backlog, costs.step_tokens) for size in costs.batches})
+    placements = (
+        placement
+        for batch in batches
+        for placement in _walk(budgets, costs, batch, backlog, host_kv, [costs.step_tokens] if held else None)
+    )
     # Among equals the smaller batch with fewer partitions, which leaves most room for KV of documents.
     by_latency = sorted(placements, key=attrgetter("latency_s"))
     if not by_latency:
+        if held:
+            return plan_placement(budgets, costs, backlog=backlog, host_kv=host_kv)
         raise PlacementError(_missing(budgets, costs))
     best = by_latency[0]
     on_device = next((each for each in by_latency if not each.kv_host_layers), best)
@@ -268,8 +194,9 @@ def plan_placement(
 
 
 def _walk(
-    budgets: Budgets, costs: PlacementCosts, batch: int, backlog: int, host_kv: bool
+    budgets: Budgets, costs: PlacementCosts, batch: int, backlog: int, host_kv: bool, steps: Sequence[int] | None
 ) -> Iterator[PlannedPlacement]:
+    """`steps`: those that are tried, instead of all that are of use for the batch."""
     model, index = costs.model, costs.index
     layers, pool = len(model.layers), model.kv(costs.workload.kv_tokens(batch), batch)
     for partitions in range(len(index.partitions) + 1):
@@ -279,15 +206,14 @@ def _walk(
         device = min(budgets.device_bytes, host) if budgets.unified else budgets.device_bytes
         # In unified memory there is nothing beside the device.
         beside = host if host_kv and not budgets.unified else 0
-        placed = fit_pool(pool, layers, beside, model.staging, partial(_on_device, device, costs, batch))
+        placed = fit_pool(pool, layers, beside, model.staging, partial(_on_device, device, costs, batch, steps=steps))
         if placed is not None and placed[0]:
-            # As the engine does, which is told the step.
-            steps = [placed[1].step_tokens]
-            fit = partial(_on_device, device, costs, batch, steps=steps)
+            # As `place_pool` does, which is told the step.
+            fit = partial(_on_device, device, costs, batch, steps=[placed[1].step_tokens])
             placed = fit_pool(pool, layers, beside, model.staging, fit)
         if budgets.unified and placed is not None and placed[1].layers < layers:
             # In unified memory staging is taken from the layers.
-            fit = partial(_on_device, min(device, host - model.staging), costs, batch)
+            fit = partial(_on_device, min(device, host - model.staging), costs, batch, steps=steps)
             placed = fit_pool(pool, layers, beside, model.staging, fit)
         if placed is None:
             return
@@ -317,7 +243,7 @@ def _walk(
 
 
 def _on_device(
-    device_bytes: int, costs: PlacementCosts, batch: int, kv: int, steps: Sequence[int] | None = None
+    device_bytes: int, costs: PlacementCosts, batch: int, kv: int, *, steps: Sequence[int] | None
 ) -> DeviceFit | None:
     model = costs.model
     return fit_device(
@@ -339,33 +265,20 @@ def _missing(budgets: Budgets, costs: PlacementCosts) -> str:
     model, index = costs.model, costs.index
     batch = min(costs.batches)
     tokens, step = costs.workload.kv_tokens(batch), min(_steps(costs, batch))
-    pool, workspace = model.kv(tokens, batch), model.workspace(step, batch)
+    pool = model.kv(tokens, batch)
     host = index.fixed + index.reading(0) + (model.staging if len(model.layers) > 1 else 0)
     kv = pool_spread(pool, len(model.layers), len(model.layers))
     if budgets.unified or len(model.layers) <= KV_BUFFERS or kv.host + host > budgets.host_bytes:
         kv = Spread(pool)
-    device = model.outside + model.slot + kv.device + workspace
-    on_device = (
-        f"the weights outside the layers take {model.outside} bytes, one layer {model.slot}, the KV of a batch "
-        f"of {batch} ({tokens} tokens) {kv.device}, a step of {step} tokens {workspace}"
-    )
+    of = f"a batch of {batch} ({tokens} tokens)"
+    device, on_device = least_device(model, kv.device, of, step, batch)
     in_host = (
         f"the index takes {index.fixed} bytes beside its partitions, partitions in transit "
         f"{index.reading(0)}, layers in transit {host - index.fixed - index.reading(0)}"
     )
     shorter = "or shorter prompts and answers"
     if budgets.unified and budgets.device_bytes >= device:
-        least = device + host
-        return (
-            f"host_bytes is {budgets.host_bytes}, and {least - budgets.host_bytes} bytes are missing: {on_device}; "
-            f"{in_host}. Give host_bytes {least} or more, {shorter}"
-        )
+        return missing("host_bytes", budgets.host_bytes, device + host, f"{on_device}; {in_host}", shorter)
     if budgets.device_bytes < device:
-        return (
-            f"device_bytes is {budgets.device_bytes}, and {device - budgets.device_bytes} bytes are missing: "
-            f"{on_device}. Give device_bytes {device} or more, {shorter}"
-        )
-    return (
-        f"host_bytes is {budgets.host_bytes}, and {host - budgets.host_bytes} bytes are missing: {in_host}. Give "
-        f"host_bytes {host} or more, or cut the index into more partitions"
-    )
+        return missing("device_bytes", budgets.device_bytes, device, on_device, shorter)
+    return missing("host_bytes", budgets.host_bytes, host, in_host, "or cut the index into more partitions")

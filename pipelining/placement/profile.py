@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ragorder.common.jsonl import decode
-from ragorder.pipelining.placement.base import NO_INDEX, Curve, IndexSizes, ModelSizes, Spread, Workload
+from ragorder.pipelining.placement.base import NO_INDEX, PARTITIONS, Curve, IndexSizes, ModelSizes, Spread, Workload
 from ragorder.pipelining.power_law import PowerLaw
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def _linear(points: Sequence[tuple[int, float]], at: int) -> float:
 _SEARCHER = "a placement"
 
 
-def index_sizes(path: Path | str, partitions: int = 32) -> IndexSizes:
+def index_sizes(path: Path | str, partitions: int = PARTITIONS) -> IndexSizes:
     """Return the sizes of an index file; one that is not IVF is in memory as a whole."""
     if partitions < 1:
         raise ValueError(f"partitions must be 1 or more, got {partitions}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import log
 
 from ragorder.common.running_mean import RunningMean
 from ragorder.pipelining.placement.base import Workload
@@ -34,10 +35,22 @@ class Replanner:
         self._missed_s = 0.0
         # Of generations, measured seconds by expected ones.
         self._generating = RunningMean(arithmetic_start=True)
+        # Of retrievals, measured seconds of reads by expected ones, and seconds of all else.
+        self._reading = RunningMean(arithmetic_start=True)
+        self._scanning = RunningMean(arithmetic_start=True)
         # Of moves, the latest counting most: measured and expected seconds, and the most that were expected of one.
         self._moved_s, self._expected_s, self._most_s = 0.0, 0.0, 0.0
         self._caution = 1.0
-        self._plans: dict[tuple[int, Workload], PlannedPlacement] = {}
+        self._plans: dict[tuple[int, Workload, float, float | None], PlannedPlacement] = {}
+
+    def retrieved(self, seconds: float) -> None:
+        """Learn from a retrieval: with all partitions in memory the time of a scan, else that of reads."""
+        now = self._costs if self._scanning.value is None else replace(self._costs, scan_s=self._scanning.value)
+        read_s = now.read_s(self.placed.partitions)
+        if read_s:
+            self._reading.add(max(0.0, seconds - now.retrieval_s(self.placed.partitions) + read_s) / read_s)
+        else:
+            self._scanning.add(seconds)
 
     def answered(self, prompt_tokens: int, answer_tokens: int, batch: int, generation_s: float) -> None:
         """Learn from a request that was generated with up to `batch` requests."""
@@ -52,13 +65,12 @@ class Replanner:
     def plan(self, backlog: int) -> PlannedPlacement:
         """Return the best placement for `backlog` requests, rounded up to a power of two."""
         backlog = min(1 << (max(1, backlog) - 1).bit_length(), self.most)
-        key = backlog, self._workload()
+        costs = self._costs_now()
+        key = backlog, costs.workload, costs.reading, costs.scan_s
         if key not in self._plans:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            self._plans[key] = plan_placement(
-                self.placed.budgets, replace(self._costs, workload=key[1]), backlog=backlog
-            )
+            self._plans[key] = plan_placement(self.placed.budgets, costs, backlog=backlog)
         return self._plans[key]
 
     def propose(self, backlog: int) -> PlannedPlacement | None:
@@ -91,6 +103,16 @@ class Replanner:
         measured_s = known_s * self._moved_s / self._expected_s if known_s else 0.0
         return self._caution * (measured_s + expected_s - known_s)
 
+    def _costs_now(self) -> EstimatedCosts:
+        # By the pace of generation, whose expected times the plan uses.
+        pace = self._generating.value or 1.0
+        reading, scan_s = (
+            None if mean.value is None else _near(mean.value / pace) for mean in (self._reading, self._scanning)
+        )
+        return replace(
+            self._costs, workload=self._workload(), reading=1.0 if reading is None else reading, scan_s=scan_s
+        )
+
     def _workload(self) -> Workload:
         longest = self._longest.prompt_tokens + self._longest.answer_tokens
         if self._prompt.value is None or self._answer.value is None:
@@ -104,6 +126,10 @@ class Replanner:
         )
         # One of them may be the longest.
         return Workload(prompt_tokens=prompt, answer_tokens=answer, shared=((1, longest),))
+
+
+def _near(value: float) -> float:
+    return _STEP ** round(log(value, _STEP)) if value > 0 else 0.0
 
 
 def _rounded(tokens: float, most: int) -> int:

@@ -94,7 +94,13 @@ def _memory_options() -> Decorator:
             help="Disk for KV.",
             unset="what is free, or none if both others are given",
         ),
-        option("--prompt-tokens", type=Count(1), metavar="N", help="Tokens of a prompt.", unset="2048"),
+        option(
+            "--prompt-tokens",
+            type=Count(1),
+            metavar="N",
+            help="Tokens of a prompt.",
+            unset="2048, or fewer if the model is for fewer",
+        ),
         option("--answer-tokens", type=Count(1), metavar="N", help="Tokens of an answer.", unset="128"),
         option("--partitions", type=Count(1), metavar="N", help="Parts of an IVF index.", unset="32"),
         option(
@@ -109,6 +115,12 @@ def _memory_options() -> Decorator:
             type=Choice(["float32", "bfloat16", "float16"]),
             help="Of weights and KV.",
             unset="as the weights are stored",
+        ),
+        option(
+            "--device",
+            type=Choice(["cpu", "cuda"]),
+            help="Device of the machine that is planned for: a CPU, or a GPU also where none is.",
+            unset="a GPU if one is here",
         ),
     )
 
@@ -321,8 +333,11 @@ def _checked_requests(
 
 
 def _show_memory(model: str | None, as_json: bool, given: dict[str, Any]) -> bool:
+    from ragorder.adapters.doctor.commands import Served
     from ragorder.adapters.doctor.memory import choose_budgets, estimated_costs, examine_memory
-    from ragorder.pipelining.placement.base import Workload
+    from ragorder.kernels.model_sizes import quantised_words, read_config
+    from ragorder.pipelining.placement.base import PARTITIONS
+    from ragorder.pipelining.placement.budgets import is_gpu
 
     profile: Path | None = given["profile"]
     if (profile is None) == (model is None):
@@ -334,27 +349,35 @@ def _show_memory(model: str | None, as_json: bool, given: dict[str, Any]) -> boo
     if given["index"] is None and given["partitions"] is not None:
         raise click.UsageError("--partitions is of an index: give --index")
     try:
-        budgets = choose_budgets(given["device_bytes"], given["host_bytes"], given["disk_bytes"])
+        budgets = choose_budgets(given["device_bytes"], given["host_bytes"], given["disk_bytes"], given["device"])
         tokens = {name: given[name] for name in ("prompt_tokens", "answer_tokens") if given[name] is not None}
         costs = profile or estimated_costs(
             Path(str(model)),
             given["index"],
-            workload=Workload(**tokens),
-            on_a_cpu=budgets.unified,
-            partitions=given["partitions"] or 32,
+            tokens=tokens,
+            device=given["device"],
+            partitions=given["partitions"] or PARTITIONS,
             dtype=given["dtype"],
         )
         report = examine_memory(costs, budgets, backlog=given["backlog"])
+        quantised = None if model is None else quantised_words(read_config(Path(model))[0])
     except (OSError, ImportError, ValueError) as error:
         raise click.ClickException(str(error)) from None
-    name = str(getattr(report.costs, "facts", {}).get("model", "FOLDER")) if model is None else model
-    folder = Path(name).parent if Path(name).is_file() else name
-    command = report.command(str(folder), given["dtype"], given["for"] or "ragorder")
+    facts, engine = getattr(report.costs, "facts", {}), given["for"] or "ragorder"
+    name = str(facts.get("model", "FOLDER")) if model is None else model
+    folder, index = Path(name).parent if Path(name).is_file() else name, given["index"] or facts.get("index")
+    served = Served(str(folder), given["dtype"], given["device"], None if index is None else str(index))
+    command = None if quantised and engine == "ragorder" else report.command(served, engine)
     if as_json:
         words = None if command is None else list(command.words)
-        click.echo(json.dumps({**report.as_json(), "command": words}, indent=1))
+        click.echo(json.dumps({**report.as_json(), "quantised": quantised, "command": words}, indent=1))
     else:
         click.echo(str(report))
+        if not (profile or given["device"] or budgets.unified or is_gpu(None)):
+            click.echo("The device is a CPU, as here: give --device cuda to plan for a GPU.")
+        if quantised:
+            counted = "as they are stored" if Path(name).is_dir() else "before quantisation: more layers fit"
+            click.echo(f"\n{name}: {quantised}. The plan counts these weights {counted}.")
         if command is not None:
             click.echo(f"\nServe it as placed:\n{command}")
     if report.problem is not None:

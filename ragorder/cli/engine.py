@@ -332,7 +332,7 @@ class _Questions:
 
 
 def _check_prompts(library: Library, builder: PromptBuilder, longest: int) -> None:
-    from ragorder.pipelining.placement.plan import PlacementError
+    from ragorder.pipelining.placement.fit import PlacementError
 
     try:
         library.check_prompts(builder, longest)
@@ -346,8 +346,7 @@ def _load(
     from ragorder.cli.stats import check_fits
     from ragorder.kernels.engine import TieredEngine
     from ragorder.kernels.models.loading import load_tokenizer
-    from ragorder.kernels.offload import BudgetError
-    from ragorder.pipelining.placement.plan import PlacementError
+    from ragorder.pipelining.placement.fit import PlacementError
 
     options = {"profile": "auto"} | given(options)
     model = options["model"]
@@ -368,7 +367,7 @@ def _load(
             return TieredEngine.load(model, chosen), placement
     except ImportError as error:
         raise click.ClickException(_missing(error)) from None
-    except (BudgetError, PlacementError) as error:
+    except PlacementError as error:
         raise click.ClickException(in_options(str(error), EngineSettings)) from None
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
         raise click.ClickException(f"--model {model}: {error}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from support.rings import grid
 from ragorder.adapters.doctor.memory import choose_budgets, estimated_costs
 from ragorder.cli import main
 from ragorder.cli.engine import engine as engine_command
-from ragorder.pipelining.placement.base import ModelSizes, Workload
+from ragorder.pipelining.placement.base import ModelSizes
 from ragorder.pipelining.placement.budgets import Budgets
 from ragorder.pipelining.placement.plan import plan_placement
 from ragorder.pipelining.placement.profile import GenerationSample, PlacementProfile
@@ -89,7 +90,8 @@ class TestReport:
 
     def test_request_lengths_dtype_backlog_and_disk_are_planned_for(self, config: Path) -> None:
         tokens = ("--prompt-tokens", "200", "--answer-tokens", "16")
-        short, long = reported("--model", config, *BUDGETS, *tokens), reported("--model", config, *BUDGETS)
+        gpu = (*BUDGETS, "--device", "cuda")
+        short, long = reported("--model", config, *gpu, *tokens), reported("--model", config, *gpu)
         assert short["workload"]["prompt_tokens"] == 200
         assert short["placement"]["batch"] > long["placement"]["batch"]
         half, whole = (reported("--model", config, *BUDGETS, "--dtype", dtype) for dtype in ("float16", "float32"))
@@ -114,25 +116,56 @@ class TestServing:
         pytest.importorskip("transformers")
         return make_model(tmp_path_factory.mktemp("models") / "model", layers=24, hidden=64)
 
-    @pytest.mark.parametrize(
-        ("device", "host"),
-        grid([("40MiB", "8MiB"), ("4MiB", "12MiB"), ("5MiB", "0"), ("3MiB", "700KiB"), ("6MiB", "700KiB")], few=2),
-    )
-    def test_by_the_printed_command_is_placed_as_planned(self, device: str, host: str, folder: Path) -> None:
+    def check_placed(self, words: Sequence[str], planned: dict[str, Any]) -> None:
+        """As planned is an engine that the command starts with these words."""
         from ragorder.kernels.engine import EngineSettings, TieredEngine
 
-        tokens = ("--prompt-tokens", "100", "--answer-tokens", "20", "--dtype", "float32")
-        found = reported("--model", folder, "--device-bytes", device, "--host-bytes", host, *tokens)
-        program, command, *words = found["command"]
-        assert (program, command) == ("ragorder", "engine")
-        options = engine_command.make_context("engine", words).params
-        assert options["model"] == str(folder)
+        options = engine_command.make_context("engine", list(words)).params
         chosen = {name: options[name] for name in EngineSettings.model_fields if options.get(name) is not None}
-        with TieredEngine.load(folder, EngineSettings(**chosen, device="cpu", profile=None, verify=False)) as engine:
+        settings = EngineSettings(**chosen | {"profile": None, "verify": False})
+        with TieredEngine.load(options["model"], settings) as engine:
             placed = engine.placement
-            planned = found["placement"]
-            assert asdict(placed) == {name: planned[name] for name in asdict(placed)}
-            assert (placed.kv_host_share > 0) == (planned["kv_host_share"] > 0) == (host == "12MiB")
+        assert asdict(placed) == {name: planned[name] for name in asdict(placed)}
+        assert placed.kv_host_share == planned["kv_host_share"]
+
+    @pytest.mark.parametrize(
+        ("device", "host"),
+        grid(
+            [("40MiB", "8MiB"), ("4MiB", "12MiB"), (None, "5MiB"), ("5MiB", "0"), ("3MiB", "700KiB"), (None, "40MiB")],
+            few=3,
+        ),
+    )
+    def test_by_the_printed_command_is_placed_as_planned(self, device: str | None, host: str, folder: Path) -> None:
+        tokens = ("--prompt-tokens", "100", "--answer-tokens", "20")
+        budgets = ("--host-bytes", host, "--disk-bytes", "0", *(("--device-bytes", device) if device else ()))
+        found = reported("--model", folder, *budgets, *tokens, "--dtype", "float32", "--device", "cpu")
+        assert found["budgets"]["unified"] == (device is None)
+        assert found["command"][:4] == ["ragorder", "engine", "--model", str(folder)]
+        assert (found["placement"]["kv_host_layers"] > 0) == (host == "12MiB")
+        self.check_placed(found["command"][2:], found["placement"])
+
+    @pytest.mark.parametrize(
+        ("device", "host", "more"),
+        grid([("60MiB", "8MiB", ()), ("12MiB", "60MiB", ()), ("34MiB", "0", ("--max-model-len", "500"))], few=2),
+    )
+    def test_by_budgets_alone_is_placed_as_planned(
+        self, device: str, host: str, more: Sequence[str], folder: Path
+    ) -> None:
+        options = ("--model", folder, "--device-bytes", device, "--host-bytes", host)
+        options += ("--dtype", "float32", "--device", "cpu")
+        tokens = ("--prompt-tokens", "372", "--answer-tokens", "128") if more else ()
+        found = reported(*options, *tokens)
+        assert sum(found["workload"][name] for name in ("prompt_tokens", "answer_tokens")) == (500 if more else 2048)
+        assert (found["placement"]["kv_host_layers"] > 0) == (device == "12MiB")
+        self.check_placed([*map(str, options), *more], found["placement"])
+
+    def test_by_options_that_are_given_has_them(self, folder: Path) -> None:
+        from ragorder.kernels.engine import EngineSettings, TieredEngine
+
+        given: dict[str, Any] = {"device_bytes": "40MiB", "host_bytes": 0, "device": "cpu", "verify": False}
+        for name, value, reported_as in (("max_requests", 50, "batch"), ("max_batch_tokens", 100, "step_tokens")):
+            with TieredEngine.load(folder, EngineSettings(**given, **{name: value})) as engine:
+                assert getattr(engine.placement, reported_as) == value
 
     def test_by_vllm_has_its_settings(self, config: Path) -> None:
         short = ("--prompt-tokens", "200", "--answer-tokens", "56")
@@ -165,8 +198,8 @@ class TestServing:
     def test_of_a_running_engine_is_the_one_it_is_given(self, folder: Path) -> None:
         from ragorder.kernels.engine import EngineSettings, TieredEngine
 
-        workload = Workload(prompt_tokens=100, answer_tokens=20)
-        costs = estimated_costs(folder, None, workload=workload, on_a_cpu=False, dtype="float32")
+        tokens = {"prompt_tokens": 100, "answer_tokens": 20}
+        costs = estimated_costs(folder, None, tokens=tokens, device="cpu", dtype="float32")
         plans = [plan_placement(Budgets(size, "700KiB"), costs) for size in ("4MiB", "6MiB", "40MiB")]
         plans.append(plan_placement(Budgets("4MiB", "12MiB"), costs))
         assert plans[3].kv_host_layers
@@ -179,8 +212,32 @@ class TestServing:
                 assert (placed.weights, placed.kv, placed.slots) == (plan.weights, plan.kv, plan.slots)
                 assert placed.kv_host_layers == plan.kv_host_layers
 
+    def test_of_quantised_weights_is_by_others(self, config: Path) -> None:
+        config.write_text(json.dumps(CONFIG | {"quantization_config": {"quant_method": "awq", "bits": 4}}))
+        done = doctor("--model", config, *BUDGETS)
+        assert done.exit_code == 0 and "ragorder engine" not in done.stdout
+        assert "quantised (awq)" in done.stdout and "--for vllm|llama.cpp" in done.stdout
+        assert "before quantisation: more layers fit" in done.stdout
+        found = reported("--model", config, *BUDGETS)
+        assert "quantised (awq)" in found["quantised"] and found["command"] is None
+        assert reported("--model", config, *BUDGETS, "--for", "vllm")["command"][:2] == ["vllm", "serve"]
+
 
 class TestIndex:
+    def test_is_in_the_printed_command(self, config: Path, index: Path) -> None:
+        done = doctor("--model", config, *BUDGETS, "--index", index, "--partitions", "40")
+        words = shlex.split(next(line for line in done.stdout.splitlines() if line.startswith("ragorder engine")))
+        options = dict(zip(words[2::2], words[3::2], strict=True))
+        assert options == {
+            "--model": str(config.parent),
+            "--corpus": "CORPUS",
+            "--index": str(index),
+            "--device-bytes": str(12 << 30),
+            "--host-bytes": str(24 << 30),
+        }
+        assert "longest prompt of the corpus instead of 2,048 tokens" in done.stdout
+        assert "cuts the index into 32 partitions" in done.stdout
+
     def test_is_cut_into_partitions_at_most_one_for_each_cluster(self, config: Path, index: Path) -> None:
         found = reported("--model", config, *BUDGETS, "--index", index, "--partitions", "8")
         sizes = found["index"]["partitions"]

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from copy import deepcopy
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -34,6 +35,7 @@ from ragorder.adapters.embedded.streams import EmbeddedTimeoutError
 from ragorder.adapters.embedded.translation import RequestTranslator
 from ragorder.adapters.openai.prompts import PromptRequest, Question
 from ragorder.cli import main
+from ragorder.cli.engine import engine as engine_command
 from ragorder.pipelining import AnswerChunk, Usage, plain_retrieval
 from ragorder.pipelining.batching import AllWaiting
 from ragorder.pipelining.batching.corpus_index import corpus_index
@@ -345,7 +347,7 @@ class TestQuestionsToOneCommand:
         shown = client.get("/ragorder/stats").json()["serving"]
         assert sum(shown[f"{tier} layers"] for tier in ("device", "host", "disk")) == MODEL_SIZES["layers"]
         assert shown["device layers"] < MODEL_SIZES["layers"] and shown["partitions in memory"] == 1
-        assert (shown["retrieval waiting"], shown["generation running"]) == (0, 0)
+        assert (shown["retrieval waiting"], shown["generation running"], shown["moving layers"]) == (0, 0, 0)
 
     @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs a list of a process's libraries")
     def test_it_loads_no_library_that_only_others_need(self, served: Any) -> None:
@@ -451,6 +453,32 @@ class TestQuestionsToOneCommand:
             assert re.search(r"Placement: of 6 layers \d on the device, \d in host memory", output)
         # It is built once.
         assert ["Embedding 8 documents" in output for output in said] == [True, False]
+
+    def test_it_is_placed_as_doctor_plans_with_the_index(
+        self, model: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        from ragorder.adapters.embedded.library import Library
+        from ragorder.adapters.embedded.questions import ANSWER_TOKENS
+        from ragorder.kernels.engine import EngineSettings
+        from ragorder.pipelining.placement.base import Placement
+
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        library = Library(corpus, top_k=2, say=lambda said: None)
+        (index,) = tmp_path.rglob("*.faiss")
+        builder = PromptBuilder(tokenizer=AutoTokenizer.from_pretrained(model))
+        options = ["--model", model, "--index", index, "--dtype", "float32", "--device", "cpu", *BUDGET]
+        options += ["--prompt-tokens", library.check_prompts(builder, None), "--answer-tokens", ANSWER_TOKENS]
+        found = json.loads(CliRunner().invoke(main, ["doctor", "--memory", "--json", *map(str, options)]).stdout)
+        words = [str(corpus) if word == "CORPUS" else word for word in found["command"]]
+        chosen = engine_command.make_context("engine", words[2:]).params
+        settings = {name: chosen[name] for name in EngineSettings.model_fields if chosen.get(name) is not None}
+        _, placed = library.place(chosen["model"], EngineSettings(**settings), builder)
+        assert placed is not None
+        for name in (each.name for each in fields(Placement)):
+            value = getattr(placed, name)
+            assert (asdict(value) if is_dataclass(value) else value) == found["placement"][name]
 
     @pytest.mark.parametrize("option", [("--index", __file__), ("--embedder", "x"), ("--top-k", "3")])
     def test_its_options_are_of_a_corpus(self, option: Sequence[str]) -> None:

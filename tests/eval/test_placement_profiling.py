@@ -238,6 +238,15 @@ class TestCommand:
         made = PlacementProfile.from_file(output)
         assert {(each.batch, each.device_layers) for each in made.generation} == {(1, 0), (1, 4), (2, 0), (2, 4)}
 
+    def test_long_prompts_are_measured_in_part_if_there_is_no_time_for_them(self, model: Path, tmp_path: Path) -> None:
+        lengths = ("--prompt-tokens", "300", "--answer-tokens", "30", "--batches", "1,2", "--device-layers", "0,4")
+        output = tmp_path / "profile.json"
+        done = profile("--model", model, *BUDGETS, *lengths, "--placement-limit", "1ms", "-o", output)
+        assert done.exit_code == 0, done.output
+        assert "of prompts of 300 tokens the first 64 were computed" in " ".join(done.stderr.split())
+        made = PlacementProfile.from_file(output)
+        assert (made.workload.prompt_tokens, made.facts["measured_prompt_tokens"]) == (300, 64)
+
     def test_goes_on_with_what_is_there(self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("faiss")
         output = tmp_path / "profile.json"

@@ -17,8 +17,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from ragorder.kernels.engine import TieredEngine
-from ragorder.kernels.offload import BudgetError
 from ragorder.kernels.paging import BlockPool, KVShape, LayeredPool, StepBlocks, ThreadTransfers
+from ragorder.pipelining.placement.fit import PlacementError
 
 LAYERS = 6
 SHAPE = KVShape(layers=5, kv_heads=2, head_dim=8, block_size=4)
@@ -200,7 +200,7 @@ class TestStart:
             assert engine.placement.kv_host_share == 0
 
     def test_without_room_in_the_host_it_says_what_is_missing(self, folder: Path) -> None:
-        with pytest.raises(BudgetError, match=r"device_bytes is \d+, and \d+ bytes are missing"):
+        with pytest.raises(PlacementError, match=r"device_bytes is \d+, and \d+ bytes are missing"):
             TieredEngine.load(
                 folder, streaming(folder, 3, device_bytes=room_for(folder, 1, tokens=64), host_bytes=1000)
             )

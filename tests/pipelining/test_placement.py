@@ -14,7 +14,8 @@ from ragorder.pipelining.batching.kv import Context, TrieKV
 from ragorder.pipelining.placement.base import NO_INDEX, IndexSizes, ModelSizes, Placement, Spread, Workload
 from ragorder.pipelining.placement.budgets import Budgets
 from ragorder.pipelining.placement.costs import EstimatedCosts, Footprint, Rates, mean_latency_s
-from ragorder.pipelining.placement.plan import PlacementError, PlannedPlacement, plan_placement
+from ragorder.pipelining.placement.fit import PlacementError
+from ragorder.pipelining.placement.plan import PlannedPlacement, plan_placement
 from ragorder.pipelining.placement.profile import shared_tokens
 from ragorder.pipelining.placement.replan import Replanner
 
@@ -406,6 +407,34 @@ class TestReplan:
         long_s = costs.moving_s(placed, low)
         assert 0 < short_s < long_s
         assert count * saved_s < 10.0 + long_s - short_s <= (count + 1) * saved_s
+
+    @pytest.mark.parametrize(("pace", "generating", "partitions"), [(10.0, 1.0, 4), (1.0, 1.0, 1), (10.0, 10.0, 1)])
+    def test_reads_of_partitions_that_take_longer_leave_more_of_them_in_memory(
+        self, pace: float, generating: float, partitions: int
+    ) -> None:
+        """As long as generation does not take longer too."""
+        costs = estimate(workload=LONG, batches=(1,))
+        placed = plan_placement(Budgets(700, 400), costs, backlog=1)
+        assert placed.partitions == 1
+        replanner = Replanner(placed, costs, most=1)
+        for _ in range(50):
+            replanner.retrieved(placed.retrieval_s + (pace - 1) * costs.read_s(1))
+            self.answer(replanner, pace=generating)
+        planned = replanner.plan(1)
+        assert planned.partitions == partitions
+        expected_s = costs.retrieval_s(1) + (pace / generating - 1) * costs.read_s(1)
+        assert planned.costs.retrieval_s(1) == pytest.approx(expected_s, rel=0.15)
+
+    def test_a_scan_that_takes_longer_is_no_reason_for_partitions_in_memory(self) -> None:
+        costs = estimate()
+        placed = plan_placement(Budgets(1500, 1000), costs, backlog=1)
+        assert placed.partitions == 4
+        replanner = Replanner(placed, costs, most=1)
+        for _ in range(50):
+            replanner.retrieved(3.0)
+        planned = replanner.plan(1)
+        assert planned.retrieval_s == pytest.approx(3.0, rel=0.15)
+        assert planned.costs.retrieval_s(0) - planned.costs.retrieval_s(4) == pytest.approx(costs.read_s(0))
 
     def test_shorter_prompts_and_answers_leave_memory_for_larger_batches_and_for_the_longest_request(self) -> None:
         replanner, costs = self.replanner()

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from random import Random
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ragorder.common.extras import needs
 from ragorder.eval.data.machine import describe_environment
@@ -19,14 +19,19 @@ from ragorder.eval.running.load import Progress, silent
 from ragorder.kernels.model_sizes import model_sizes
 from ragorder.pipelining.placement.base import NO_INDEX, Curve, IndexSizes, ModelSizes, Workload
 from ragorder.pipelining.placement.budgets import Budgets, format_bytes
-from ragorder.pipelining.placement.plan import STAGES
+from ragorder.pipelining.placement.fit import STAGES
 from ragorder.pipelining.placement.profile import index_sizes
+
+if TYPE_CHECKING:
+    from ragorder.kernels.engine import Completion, Request
 
 _STEPS = (64, 256, 1024, 4096)
 _LARGEST_STEP = 8192
 # Of the device, for the workspace, as `plan_placement` and the engine choose their steps.
 _WORKSPACE_SHARE = 0.125
 _RESULTS = 5
+# Measured steps with one token for each request of a batch.
+_DECODED = 4
 _BLOCK = 16
 
 
@@ -55,6 +60,8 @@ class PlacedEngine:
         small = [step for step in steps if sizes.workspace(step) <= _WORKSPACE_SHARE * budgets.device_bytes]
         self.step_tokens = max(small, default=max(batch, _STEPS[0]))
         self.workload = workload
+        self.measured_tokens = workload.prompt_tokens
+        self._token_s = self._step_s = 0.0
         self._layers = len(sizes.layers)
         self._slot = sizes.slot
         tokens = batch * _whole_blocks(workload.prompt_tokens + workload.answer_tokens)
@@ -66,6 +73,8 @@ class PlacedEngine:
         self._random = Random(seed)
         self._vocabulary = range(100, 256)
         self._salts = count()
+        prompts = _cut(min(self.step_tokens, batch * workload.prompt_tokens), workload.prompt_tokens)
+        request = _whole_blocks(workload.prompt_tokens + workload.answer_tokens)
         self._engine = TieredEngine.load(
             model,
             EngineSettings(
@@ -73,7 +82,8 @@ class PlacedEngine:
                 device_bytes=budgets.device_bytes,
                 # Host memory is for layers alone, where they are placed there.
                 host_bytes=0,
-                device_tokens=tokens,
+                # Of the largest step that is measured: each block of it is written before.
+                device_tokens=min(tokens, max(request, sum(_whole_blocks(each + 1) for each in prompts))),
                 max_model_len=workload.prompt_tokens + workload.answer_tokens,
                 max_requests=batch,
                 max_batch_tokens=self.step_tokens,
@@ -88,6 +98,7 @@ class PlacedEngine:
             self.sizes = sizes.model_copy(
                 update={"step_bytes": self._measure_steps(batch, limit_s, progress), "row_bytes": 0, "staging": staging}
             )
+            self._engine.resize(device_tokens=tokens)
         except BaseException:
             self._engine.close()
             raise
@@ -103,29 +114,59 @@ class PlacedEngine:
         reached = self._engine.move_layers(Residency.spread(self._layers, device_layers, host_layers))
         return bool((reached.count(Place.DEVICE), reached.count(Place.HOST)) == (device_layers, host_layers))
 
+    def shorten(self, batches: Sequence[int], limit_s: float) -> None:
+        """Compute only as much of the prompts as lets these batches end in about `limit_s`."""
+        tokens = sum(batches) * self.workload.prompt_tokens
+        steps = sum(-(-batch * self.workload.prompt_tokens // self.step_tokens) + _DECODED for batch in batches)
+        share = min(1.0, max(0.0, limit_s) / (tokens * self._token_s + steps * self._step_s))
+        least = min(_STEPS[0], self.workload.prompt_tokens)
+        self.measured_tokens = max(least, int(share * self.workload.prompt_tokens))
+
     def generation_s(self, batch: int) -> float:
-        """Raises RuntimeError if a request fails."""
-        return self._timed([self.workload.prompt_tokens] * batch, self.workload.answer_tokens)
+        """Return a batch's seconds from those of its first steps: those of a prefill in proportion to its tokens, and a
+        step for each further token. Raises RuntimeError if a request fails."""
+        prompt, answer = self.workload.prompt_tokens, self.workload.answer_tokens
+        prefills = -(-batch * self.measured_tokens // self.step_tokens)
+        measured = min(answer, prefills + _DECODED)
+        times, begun, ended = [0.0], dict[int, int](), dict[int, int]()
+        ids = [self._engine.add(each) for each in self._requests([self.measured_tokens] * batch, measured)]
+        start = time.perf_counter()
+        while len(ended) < len(ids):
+            updates = self._engine.step()
+            times.append(time.perf_counter() - start)
+            for update in updates:
+                if update.token_ids:
+                    begun.setdefault(update.request_id, len(times) - 1)
+                if update.completion is not None:
+                    _check([update.completion])
+                    ended[update.request_id] = len(times) - 1
+        # From here on until the first request ends, a step computes a token of each.
+        prefilled, decoded = max(begun.values()), max(max(begun.values()), min(ended.values()))
+        if measured == answer or decoded == prefilled:
+            return times[prefilled] * prompt / self.measured_tokens + times[-1] - times[prefilled]
+        step_s = (times[decoded] - times[prefilled]) / (decoded - prefilled)
+        return times[prefilled] * prompt / self.measured_tokens + (answer - 1) * step_s
 
     def close(self) -> None:
         self._engine.close()
 
     def _timed(self, prompts: Sequence[int], answer: int) -> float:
+        requests = self._requests(prompts, answer)
+        start = time.perf_counter()
+        completions = self._engine.generate(requests)
+        seconds = time.perf_counter() - start
+        _check(completions)
+        return seconds
+
+    def _requests(self, prompts: Sequence[int], answer: int) -> list[Request]:
         from ragorder.kernels.engine import Request, Sampling
 
         # Random tokens under a salt of their own: nothing of them is cached.
         salt = f"placement-{next(self._salts)}"
-        requests = [
+        return [
             Request(self._random.choices(self._vocabulary, k=tokens), (), Sampling(answer, ignore_eos=True), salt)
             for tokens in prompts
         ]
-        start = time.perf_counter()
-        completions = self._engine.generate(requests)
-        seconds = time.perf_counter() - start
-        failed = next((each for each in completions if each.error is not None), None)
-        if failed is not None:
-            raise RuntimeError(f"a batch of {len(prompts)} requests failed: {failed.error}")
-        return seconds
 
     def _measure_steps(self, batch: int, limit_s: float, progress: Progress) -> Curve:
         """Return a prefill's peak bytes by its tokens, for at most about `limit_s`."""
@@ -141,6 +182,8 @@ class PlacedEngine:
             memory = MemoryPeak(cuda=self.from_host)
             last_s = self._timed(prompts, 1)
             taken_s += last_s
+            self._step_s = self._step_s or last_s
+            self._token_s = last_s / step
             points.append((step, max(memory.taken(), points[-1][1] if points else 1)))
             advance()
         return tuple(points)
@@ -277,6 +320,12 @@ class MemoryPeak:
 def _status(name: str) -> int:
     lines: Iterator[str] = iter(Path("/proc/self/status").read_text("ascii").splitlines())
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
+
+
+def _check(completions: Sequence[Completion]) -> None:
+    failed = next((each for each in completions if each.error is not None), None)
+    if failed is not None:
+        raise RuntimeError(f"a request failed: {failed.error}")
 
 
 def _cut(tokens: int, longest: int) -> list[int]:
