@@ -9,7 +9,7 @@ import pytest
 from support.rings import grid
 from support.suites import page_of, run_suites
 
-from ragorder.benchmarks.chats.clouds.experiment import CloudsRecord, serve_conversations, talks
+from ragorder.benchmarks.chats.clouds.experiment import Clouds, serve_conversations, talks
 from ragorder.benchmarks.chats.clouds.policies import CHATS, CloudsCell
 from ragorder.clouds import CacheRules, cache_rules
 
@@ -17,10 +17,10 @@ ANTHROPIC = cache_rules("anthropic", "claude-opus-5")
 OPENAI = cache_rules("openai", "gpt-5.6")
 
 
-def run(policy: str, rules: CacheRules, requests: int = 300, seed: int = 0, **fields: Any) -> CloudsRecord:
+def run(policy: str, rules: CacheRules, requests: int = 300, seed: int = 0, **fields: Any) -> Any:
     cell = CloudsCell.read({"workload": "conversations", **fields}, "here")
     rows = serve_conversations(talks(requests // cell.turns, cell.turns, seed), cell, rules, policy, seed)
-    return CloudsRecord(
+    return Clouds.record(
         suite="mine", policy=policy, cell=cell.fields, rows=rows, facts={"write": rules.write, "read": rules.read}
     )
 

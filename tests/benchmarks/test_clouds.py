@@ -10,7 +10,7 @@ import pytest
 from support.rings import grid
 from support.suites import page_of, run_suites
 
-from ragorder.benchmarks.chats.clouds.experiment import CloudsRecord, serve
+from ragorder.benchmarks.chats.clouds.experiment import Clouds, serve
 from ragorder.benchmarks.chats.clouds.policies import POLICIES, CloudsCell
 from ragorder.clouds import CacheRules, PromptParts, anthropic_content, cache_rules
 from ragorder.eval.data.workloads import make_workload
@@ -182,11 +182,11 @@ def cell(**fields: Any) -> CloudsCell:
     return CloudsCell.read({"workload": "mix8", **fields}, "here")
 
 
-def run(workload: str, policy: str, rules: CacheRules, requests: int, seed: int = 0, **fields: Any) -> CloudsRecord:
+def run(workload: str, policy: str, rules: CacheRules, requests: int, seed: int = 0, **fields: Any) -> Any:
     rankings = make_workload(workload, seed, requests=requests).rankings[:requests]
     rows = serve(rankings, cell(**fields), rules, policy, seed)
     key = {"suite": "mine", "policy": policy, "engine": {"name": "simulated cloud"}, "cell": {"workload": workload}}
-    return CloudsRecord(**key, rows=rows, facts={"write": rules.write, "read": rules.read})
+    return Clouds.record(**key, rows=rows, facts={"write": rules.write, "read": rules.read})
 
 
 class TestCosts:

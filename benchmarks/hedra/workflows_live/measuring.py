@@ -19,6 +19,7 @@ from ragorder.adapters.embedded import EmbeddedStreams, EngineWorker
 from ragorder.adapters.openai.endpoint import OpenAIStreams
 from ragorder.adapters.openai.pipelined import PromptLoad, WatchedEngine
 from ragorder.adapters.openai.prompts import PromptRequest
+from ragorder.benchmarks.common.vectors import index_of
 from ragorder.benchmarks.hedra.workflows.cells import SYSTEM_PROMPT_WORDS, System
 from ragorder.benchmarks.hedra.workflows.measuring import ordered_prompts, play, stage_by_stage
 from ragorder.benchmarks.hedra.workflows.script import Embedder, RankedPrompts, Script, WordTokenizer, compiled
@@ -215,19 +216,10 @@ class BatchedSearch:
 
 def large_index(documents: Vectors, vectors: int, clusters: int, nprobe: int) -> Any:
     """By inner product. Vector i is the document i % len(documents), or a jittered copy of it."""
-    import faiss
-
-    size = documents.shape[1]
-    index = faiss.IndexIVFFlat(faiss.IndexFlatIP(size), size, clusters, faiss.METRIC_INNER_PRODUCT)
-    index.cp.min_points_per_centroid = 1
     parts = _with_copies(documents, max(vectors, len(documents)))
     # Copies are alike, so the first ones train it. The rest is never in memory beside the index.
     first = list(islice(parts, 1 + _TRAINED_ON * clusters // len(documents)))
-    index.train(np.concatenate(first))
-    for part in chain(first, parts):
-        index.add(part)
-    index.nprobe = min(nprobe, clusters)
-    return index
+    return index_of(chain(first, parts), clusters, np.concatenate(first), min(nprobe, clusters) / clusters)
 
 
 def _with_copies(documents: Vectors, vectors: int) -> Iterator[Vectors]:
