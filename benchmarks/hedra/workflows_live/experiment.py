@@ -23,13 +23,11 @@ from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.retrieval import DenseRetriever
 from ragorder.eval.engines.torch import lacks_torch
-from ragorder.eval.report.declared import Block, Column, Row, TableForm, figure, tables_of
-from ragorder.eval.report.part import Part
+from ragorder.eval.report.declared import Block, Column, Row, TableForm, figure
 from ragorder.eval.report.statistics import compare_seeds
 from ragorder.eval.report.words import format_number, interval_words
 from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.eval.running.load import rotated
-from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 from ragorder.kernels.preprocessing.encoder import default_model
 
@@ -68,10 +66,6 @@ _CAPACITY_REQUESTS = 32
 _BLOCK_SIZE = 32
 _LONGEST = 8192
 _ENGINES = {"torch": "the embedded engine", "vllm": "vLLM"}
-_WORDS = (
-    "Real are FAISS, MiniLM, the engine and their times on this machine; the model's weights are random, and answers "
-    "are scripted: nothing is said about answers. One core searches and one computes.",
-)
 
 
 def _title(block: Block) -> str:
@@ -114,6 +108,10 @@ class WorkflowsLive(Experiment):
     policies: ClassVar[Any] = tuple(SYSTEMS)
     one_job = True
     unit = "runs"
+    words = (
+        "Real are FAISS, MiniLM, the engine and their times on this machine; the model's weights are random, and "
+        "answers are scripted: nothing is said about answers. One core searches and one computes.",
+    )
     packages: ClassVar[Any] = {"faiss": "retrieval"}
     tables = (
         TableForm(
@@ -218,8 +216,3 @@ class WorkflowsLive(Experiment):
         if server.pid is not None and not torch.cuda.is_available():
             bind_server(server.pid)
         return LiveVLLM(server, shape.vocabulary)
-
-
-def make_part(suite: Suite, results: Results) -> Part:
-    tables = tables_of(WorkflowsLive, suite, results)
-    return Part(tables, words=_WORDS if tables else ())
