@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from ragorder.eval.report.declared import Column
 from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.metrics import Metric
-from ragorder.eval.report.statistics import PairedDifference, Statistic, compare
+from ragorder.eval.report.statistics import PairedDifference, Statistic, compare, compare_seeds
 from ragorder.eval.report.tables import Entry
 from ragorder.eval.report.words import THIN, format_number
 from ragorder.eval.running.reading import Results
@@ -98,6 +98,15 @@ def _shorter(difference: float) -> float:
 
 def mean_s(run: Record) -> float:
     return fmean(run.rows["latency_s"])
+
+
+def seed_by_seed(group: RecordGroup[Any], baseline: str, policy: str) -> PairedDifference | None:
+    """Return the relative difference of the mean latencies, or None without common seeds: those of one run wait for one
+    another, so seeds are drawn."""
+    sides = [group.policies.get(each, {}) for each in (baseline, policy)]
+    seeds = sorted(sides[0].keys() & sides[1].keys())
+    theirs, ours = ([mean_s(side[seed]) for seed in seeds] for side in sides)
+    return compare_seeds(theirs, ours, relative=True) if seeds else None
 
 
 def late_s(run: Record) -> float:

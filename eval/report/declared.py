@@ -121,9 +121,11 @@ class TableForm:
     def table(self, block: Block) -> Table:
         columns = self.columns if isinstance(self.columns, Sequence) else self.columns(block)
         headings = [column if isinstance(column, str) else column.heading for column in columns]
-        table = Table(_written(self.title, block), headings, labels=self.labels, note=_written(self.note, block))
+        table = Table(headings=headings, labels=self.labels)
         for fields in self._rows(block, columns) if self.rows is None else self.rows(block):
             table.add(*fields)
+        if table.rows:
+            table.title, table.note = _written(self.title, block), _written(self.note, block)
         return table
 
     def _rows(self, block: Block, columns: Sequence[Any]) -> Iterator[Sequence[str | Entry]]:

@@ -62,14 +62,6 @@ def test_every_policy_answers_the_same_turns() -> None:
     assert sum(run("ragorder", ANTHROPIC, 60).rows["prompt_tokens"]) < 0.8 * sum(appended[0])
 
 
-def test_the_suite_runs_and_reports(tmp_path: Path) -> None:
-    run_suites(tmp_path, "clouds-conversations", "--reduced", "--seeds", 0)
-    page = page_of(tmp_path)
-    assert "conversations: claude-opus-5, a request every 2 s, 6 turns 60 s apart" in page
-    assert "of what appending costs without a cache, %" in page
-    assert "| ragorder's turns for the cloud |" in page
-
-
 def test_other_policies_send_no_conversations(tmp_path: Path) -> None:
     asked = ("clouds", "--reduced", "--seeds", 0, "--limit", 12)
     assert "4 runs served, 3 unavailable" in run_suites(tmp_path, *asked, workload="conversations")

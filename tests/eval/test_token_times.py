@@ -83,7 +83,8 @@ def test_stands_beside_the_time_to_the_first_token() -> None:
 def test_of_queues_are_in_a_table_of_their_own(times_ms: list[float | None] | None) -> None:
     rows = {"prompt_tokens": [9] * 4, "cached_tokens": [0] * 4, "ttft_ms": [5.0] * 4}
     rows |= {} if times_ms is None else {"tbt_ms": times_ms}
-    line = {"type": "reordering", "suite": "reordering", "cell": {"load": 2.0}, "seed": 0, "engine": {"name": "x"}}
+    cell = {"workload": "mix8", "load": 2.0}
+    line = {"type": "reordering", "suite": "reordering", "cell": cell, "seed": 0, "engine": {"name": "x"}}
     records = [
         Reordering.record.model_validate({**line, "rows": rows, "policy": policy}) for policy in ("fcfs", "reordered")
     ]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ragorder.benchmarks.common.served import late_s, mean_s, share_column
+from ragorder.benchmarks.common.served import late_s, mean_s, seed_by_seed, share_column
 from ragorder.benchmarks.common.vectors import embedded
 from ragorder.benchmarks.hedra.workflows.cells import System
 from ragorder.benchmarks.hedra.workflows.experiment import SYSTEMS as VIRTUAL
@@ -24,7 +24,6 @@ from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.retrieval import DenseRetriever
 from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.report.declared import Block, Column, Row, TableForm, figure
-from ragorder.eval.report.statistics import compare_seeds
 from ragorder.eval.report.words import format_number, interval_words
 from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.eval.running.load import rotated
@@ -80,15 +79,10 @@ def _title(block: Block) -> str:
 
 
 def _times_column(our: str) -> Column:
-    """Seeds are drawn, not requests: those of one run wait for one another."""
-
     def entry(row: Row) -> str:
-        sides = row.group.policies.get(row.policy, {}), row.group.policies.get(our, {})
-        common = sorted(sides[0].keys() & sides[1].keys())
-        if not common:
+        found = seed_by_seed(row.group, our, row.policy)
+        if found is None:
             return format_number(None)
-        theirs, ours = ([mean_s(side[seed]) for seed in common] for side in sides)
-        found = compare_seeds(ours, theirs, relative=True)
         times = format_number(1 + found.difference, 2)
         if not found.known or row.policy == our:
             return times

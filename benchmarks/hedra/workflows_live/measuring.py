@@ -20,7 +20,7 @@ from ragorder.adapters.openai.endpoint import OpenAIStreams
 from ragorder.adapters.openai.pipelined import PromptLoad, WatchedEngine
 from ragorder.adapters.openai.prompts import PromptRequest
 from ragorder.benchmarks.common.vectors import index_of
-from ragorder.benchmarks.hedra.workflows.cells import SYSTEM_PROMPT_WORDS, System
+from ragorder.benchmarks.hedra.workflows.cells import System
 from ragorder.benchmarks.hedra.workflows.measuring import ordered_prompts, play, stage_by_stage
 from ragorder.benchmarks.hedra.workflows.script import Embedder, RankedPrompts, Script, WordTokenizer, compiled
 from ragorder.common.extras import needs
@@ -30,7 +30,6 @@ from ragorder.eval.engines.torch import TorchEngine, TorchModel
 from ragorder.pipelining import AnswerChunk, ContinuousIVF, StreamingEngine
 from ragorder.pipelining.search.scanner import one_thread
 from ragorder.pipelining.workflow import WorkflowServer
-from ragorder.prompt import PromptBuilder
 
 CAPACITY_TOKENS = 32_768
 _TOKEN_BUDGET = 512
@@ -260,7 +259,6 @@ async def serve_live(
 ) -> Mapping[str, Any]:
     """Return `rows` and `facts` of requests at these times; each system begins with an empty cache."""
     tokenizer = WordTokenizer()
-    builder = PromptBuilder(" ".join(["rule"] * SYSTEM_PROMPT_WORDS), tokenizer=tokenizer)
     graph_of = compiled(workflow, top_k)
 
     def document(id: int) -> Document:
@@ -283,7 +281,7 @@ async def serve_live(
 
             run: Any = stage_by_stage(
                 engine,
-                RankedPrompts(ordered_prompts(builder, CAPACITY_TOKENS, materials.engine)),
+                RankedPrompts(ordered_prompts(tokenizer, CAPACITY_TOKENS, materials.engine)),
                 retrieve,
                 lockstep=system.lockstep,
             )
@@ -295,7 +293,7 @@ async def serve_live(
                 search,
                 materials.embed.compute,
                 document,
-                ordered_prompts(builder, CAPACITY_TOKENS, materials.engine, load.learn),
+                ordered_prompts(tokenizer, CAPACITY_TOKENS, materials.engine, load.learn),
                 transformations=system.transformations(),
                 load=load,
                 extra_tokens=None,

@@ -200,10 +200,8 @@ class ReplacementCell(SuiteCell):
 class ReplacementRecord(Record):
     """One policy on one stream, request by request, or (`scheduling`) its times."""
 
-    called: ClassVar[str] = "a simulation of tiers"
     identified_by = ("suite", "cell", "seed", "policy")
 
-    type: Literal["replacement"] = "replacement"
     rows: Annotated[dict[str, Any], BeforeValidator(lambda rows: rows or {})] = Field(default_factory=dict)
     facts: Annotated[dict[str, Any], BeforeValidator(lambda facts: facts or {})] = Field(default_factory=dict)
     scheduling: dict[str, Any] | None = None
@@ -249,8 +247,9 @@ class ReplacementRecord(Record):
 
 class Replacement(Experiment):
     kind = "replacement"
-    record = ReplacementRecord
+    base = ReplacementRecord
     cell = ReplacementCell
+    runs = True
     policies: ClassVar[Any] = REPLACEMENT_POLICIES
     unit = "streams"
     counts = "policies"
