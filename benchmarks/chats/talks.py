@@ -6,9 +6,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 from ragorder.eval.data.corpora import Corpus, load_pydocs
 
+T = TypeVar("T")
 TEMPLATE = '<document id="{id}">\n{text}\n</document>'
 TOPICS = 25
 NEAREST = 8
@@ -20,7 +22,7 @@ _NOISE = 6.0
 _LONGEST = 640
 
 
-def draw_topics(rng: random.Random, topics: Sequence[int], count: int) -> list[int]:
+def draw_topics(rng: random.Random, topics: Sequence[T], count: int) -> list[T]:
     """Return the topics of conversations, drawn by a power law."""
     return rng.choices(topics, [1 / rank for rank in range(1, len(topics) + 1)], k=count)
 

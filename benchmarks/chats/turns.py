@@ -13,14 +13,12 @@ from ragorder import Document, Orderer, PromptBuilder, Turn
 from ragorder.adapters.openai.tokenizer import load_tokenizer
 from ragorder.benchmarks.chats.servers import Chats, ChatServer
 from ragorder.benchmarks.chats.talks import TEMPLATE, ChatTurn
-from ragorder.eval.report.groups import RecordGroup, group_runs
-from ragorder.eval.report.part import Part
-from ragorder.eval.report.tables import Entry, Table
+from ragorder.eval.report.declared import Block, Column, Row, TableForm
+from ragorder.eval.report.groups import RecordGroup
 from ragorder.eval.report.words import format_number
 from ragorder.eval.running.cells import SuiteCell
-from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
-from ragorder.eval.running.suite import Job, Line, Suite
+from ragorder.eval.running.suite import Job, Line
 
 _COLUMNS = ("turn", "prompt_tokens", "cached_tokens", "predicted_tokens", "repeated", "rebased")
 SYSTEM = "Answer the question from the documents."
@@ -196,62 +194,32 @@ class TurnCell(SuiteCell):
     max_tokens: int = Field(24, ge=1)
 
 
-class Turns(Chats):
-    """Conversations under one policy, a row for each turn: `turn` counts from 0, `repeated` are documents named."""
-
-    kind = "turns"
-    cell = TurnCell
-    policies: ClassVar[Any] = tuple(CHATS)
-    longest_prompt = 16_384
-
-    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
-        cell: TurnCell = job.cell
-        server, chats = self.begin(job, SYSTEM)
-        tokenizer = load_tokenizer(str(self.model)) if self.model is not None else None
-        for policy in job.policies:
-            rows = asyncio.run(
-                send_turns(server, chats, CHATS[policy], tokenizer, cell.max_tokens, cell.concurrency, advance)
-            )
-            yield self.line(policy, server, rows)
+def _label(block: Block, group: RecordGroup[Record]) -> str:
+    return group.label or block.suite.title
 
 
-def make_part(suite: Suite, results: Results) -> Part:
-    groups = group_runs(results.of(Turns.record, suite.name))
-    by_turn = Table("By turn", ["", *suite.policies], note=_NOTE)
-    headings = ["", "within a block, %", "documents named", "turns that compute more than appended", "laid out again"]
-    predicted = Table("Predicted", headings, note=_PREDICTED)
-    for group in groups:
-        label = group.label or suite.title
-        turns = sorted({int(turn) for policy in group.policies for turn in group.values(policy, "turn")})
-        for turn in turns:
-            row = [_share(group, policy, turn) for policy in suite.policies]
-            by_turn.rows.append([Entry(f"{label}, turn {turn + 1}"), *row])
-        for policy in ("turns", "rebased"):
-            if policy in group.policies:
-                predicted.rows.append(_predicted(group, policy, label))
-    return Part([table for table in (by_turn, predicted) if table.rows])
+def _by_turn(block: Block) -> Iterator[list[str]]:
+    for group in block.groups:
+        for turn in sorted({int(turn) for policy in group.policies for turn in group.values(policy, "turn")}):
+            shares = (_share(group, policy, turn) for policy in block.suite.policies)
+            yield [f"{_label(block, group)}, turn {turn + 1}", *shares]
 
 
-def _share(group: RecordGroup[Record], policy: str, turn: int) -> Entry:
-    if policy not in group.policies:
-        return Entry("–")
+def _share(group: RecordGroup[Record], policy: str, turn: int) -> str:
     at = group.values(policy, "turn") == turn
     prompt, cached = (group.values(policy, name)[at] for name in ("prompt_tokens", "cached_tokens"))
     if not prompt.sum():
-        return Entry("–")
-    share = format_number(100 * cached.sum() / prompt.sum())
-    return Entry(f"{share} ({format_number((prompt - cached).mean(), 0)})")
+        return "–"
+    return f"{format_number(100 * cached.sum() / prompt.sum())} ({format_number((prompt - cached).mean(), 0)})"
 
 
-def _predicted(group: RecordGroup[Record], policy: str, label: str) -> list[Entry]:
-    import numpy as np
+def _within(row: Row) -> str:
+    reported, guessed = (row.group.values(row.policy, name) for name in ("cached_tokens", "predicted_tokens"))
+    return format_number(100 * float((abs(reported - guessed) <= row.group.block_size).mean()))
 
-    reported, guessed = (group.values(policy, name) for name in ("cached_tokens", "predicted_tokens"))
-    within = 100 * float(np.mean(np.abs(reported - guessed) <= group.block_size))
-    again = format_number(group.values(policy, "rebased").sum(), 0) if policy == "rebased" else "–"
-    named = format_number(group.values(policy, "repeated").sum(), 0)
-    shown = [format_number(within), named, _more(group, policy), again]
-    return [Entry(f"{label}: {policy}"), *map(Entry, shown)]
+
+def _sum(row: Row, column: str) -> str:
+    return format_number(row.group.values(row.policy, column).sum(), 0)
 
 
 def _more(group: RecordGroup[Record], policy: str) -> str:
@@ -264,3 +232,38 @@ def _more(group: RecordGroup[Record], policy: str) -> str:
     if len(ours) != len(theirs):
         return "–"
     return f"{(ours >= theirs + group.block_size).sum():,} of {len(ours):,}"
+
+
+class Turns(Chats):
+    """Conversations under one policy, a row for each turn: `turn` counts from 0, `repeated` are documents named."""
+
+    kind = "turns"
+    cell = TurnCell
+    policies: ClassVar[Any] = tuple(CHATS)
+    longest_prompt = 16_384
+    tables: ClassVar[Any] = (
+        TableForm("By turn", lambda block: ["", *block.suite.policies], _NOTE, by=(), rows=_by_turn),
+        TableForm(
+            "Predicted",
+            [
+                Column("", lambda row: f"{_label(row.block, row.group)}: {row.policy}"),
+                Column("within a block, %", _within),
+                Column("documents named", lambda row: _sum(row, "repeated")),
+                Column("turns that compute more than appended", lambda row: _more(row.group, row.policy)),
+                Column("laid out again", lambda row: _sum(row, "rebased") if row.policy == "rebased" else "–"),
+            ],
+            _PREDICTED,
+            by=(),
+            policies=("turns", "rebased"),
+        ),
+    )
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
+        cell: TurnCell = job.cell
+        server, chats = self.begin(job, SYSTEM)
+        tokenizer = load_tokenizer(str(self.model)) if self.model is not None else None
+        for policy in job.policies:
+            rows = asyncio.run(
+                send_turns(server, chats, CHATS[policy], tokenizer, cell.max_tokens, cell.concurrency, advance)
+            )
+            yield self.line(policy, server, rows)

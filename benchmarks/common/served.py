@@ -8,10 +8,10 @@ from math import inf
 from statistics import fmean
 from typing import Any, Literal, Self
 
-from ragorder.eval.report.declared import Column, Row
+from ragorder.eval.report.declared import Column
 from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.metrics import Metric
-from ragorder.eval.report.statistics import PairedDifference, Statistic, compare
+from ragorder.eval.report.statistics import PairedDifference, Statistic, compare, compare_seeds
 from ragorder.eval.report.tables import Entry
 from ragorder.eval.report.words import THIN, format_number
 from ragorder.eval.running.reading import Results
@@ -100,15 +100,24 @@ def mean_s(run: Record) -> float:
     return fmean(run.rows["latency_s"])
 
 
+def seed_by_seed(group: RecordGroup[Any], baseline: str, policy: str) -> PairedDifference | None:
+    """Return the relative difference of the mean latencies, or None without common seeds: those of one run wait for one
+    another, so seeds are drawn."""
+    sides = [group.policies.get(each, {}) for each in (baseline, policy)]
+    seeds = sorted(sides[0].keys() & sides[1].keys())
+    theirs, ours = ([mean_s(side[seed]) for seed in seeds] for side in sides)
+    return compare_seeds(theirs, ours, relative=True) if seeds else None
+
+
 def late_s(run: Record) -> float:
     """Return the 99th percentile of the latencies."""
     seconds: float = sorted(run.rows["latency_s"])[round(0.99 * (len(run.rows["latency_s"]) - 1))]
     return seconds
 
 
-def cached_share(run: Record) -> float:
-    """Return the cached share of the prompt tokens."""
-    return float(sum(run.rows["cached_tokens"]) / max(1, sum(run.rows["prompt_tokens"])))
+def cached_share(run: Record, tokens: str = "cached_tokens") -> float:
+    """Return the share of the prompt tokens that is cached, or in another column."""
+    return float(sum(run.rows[tokens]) / max(1, sum(run.rows["prompt_tokens"])))
 
 
 def share(runs: Iterable[Record], part: str, whole: str) -> float | None:
@@ -123,13 +132,3 @@ def share_column(heading: str, part: str, whole: str) -> Column:
         return format_number(None if found is None else 100 * found)
 
     return Column(heading, lambda row: entry(share(row.runs, part, whole)))
-
-
-def shorter_column(heading: str, baseline: str) -> Column:
-    """Return a column of how many times shorter the mean latency is than a baseline's."""
-
-    def entry(row: Row) -> str:
-        mean, base = row.mean(mean_s), row.mean(mean_s, baseline)
-        return format_number(base / mean if base and mean else None, 2)
-
-    return Column(heading, entry)

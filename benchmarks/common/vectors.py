@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from ragorder.common.extras import needs
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -13,7 +15,8 @@ if TYPE_CHECKING:
 
     Vectors = NDArray[np.float32]
 
-_A_CENTROID = 40
+A_CENTROID = 40
+"""Vectors of a sample."""
 
 
 def clustered(count: int, dimensions: int, *, clusters: int, seed: int) -> Vectors:
@@ -30,16 +33,23 @@ def clustered(count: int, dimensions: int, *, clusters: int, seed: int) -> Vecto
 
 def build_index(vectors: Vectors, nprobe: float, *, sampled: bool = False) -> Any:
     """Return an index by inner product in 4 sqrt(n) clusters; a large one is trained on a sample (`sampled`)."""
-    import faiss
-
     clusters = min(len(vectors), round(4 * len(vectors) ** 0.5))
-    quantizer = faiss.IndexFlatIP(vectors.shape[1])
-    index = faiss.IndexIVFFlat(quantizer, vectors.shape[1], clusters, faiss.METRIC_INNER_PRODUCT)
-    index.cp.min_points_per_centroid = 1
-    if sampled:
-        index.cp.niter = 4
-    index.train(vectors[:: max(1, len(vectors) // (clusters * _A_CENTROID))] if sampled else vectors)
-    index.add(vectors)
+    if not sampled:
+        return index_of([vectors], clusters, vectors, nprobe)
+    return index_of([vectors], clusters, vectors[:: max(1, len(vectors) // (clusters * A_CENTROID))], nprobe, niter=4)
+
+
+def index_of(parts: Iterable[Vectors], clusters: int, train_on: Vectors, nprobe: float, **clustering: int) -> Any:
+    """Return an index by inner product that searches a share of its clusters; `clustering`: as FAISS names it."""
+    with needs("retrieval", "a real index"):
+        import faiss
+    size = train_on.shape[1]
+    index = faiss.IndexIVFFlat(faiss.IndexFlatIP(size), size, clusters, faiss.METRIC_INNER_PRODUCT)
+    for name, value in ({"min_points_per_centroid": 1} | clustering).items():
+        setattr(index.cp, name, value)
+    index.train(train_on)
+    for part in parts:
+        index.add(part)
     index.nprobe = max(1, round(nprobe * clusters))
     return index
 

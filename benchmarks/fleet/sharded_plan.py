@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from ragorder.eval.data.machine import load_average
+from ragorder.eval.data.machine import load_average, resident_mb, tree_of
 from ragorder.eval.data.workloads import document_tokens, make_workload
 from ragorder.eval.report.declared import Column, Row, TableForm, figure, ratio
 from ragorder.eval.report.tables import Tone
@@ -27,7 +27,6 @@ _ONE = "one plan"
 _ROOM = "64GiB"
 _ENOUGH = 97.0
 _EVERY_S = 0.2
-_PAGE = resource.getpagesize()
 _TOPIC_DOCUMENTS = 12
 _TOPIC_REQUESTS = 40
 _OF_THE_TOPIC = 6
@@ -190,23 +189,9 @@ class _Memory(threading.Thread):
 
     def run(self) -> None:
         while not self._ended.wait(_EVERY_S):
-            self.peak_bytes = max(self.peak_bytes, sum(map(_resident_bytes, _family(self._pid))))
+            megabytes = sum(resident_mb(each) or 0.0 for each in tree_of(self._pid))
+            self.peak_bytes = max(self.peak_bytes, round(1e6 * megabytes))
 
     def stop(self) -> None:
         self._ended.set()
         self.join()
-
-
-def _family(pid: int) -> list[int]:
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split()
-    except OSError:
-        children = []
-    return [pid, *(each for child in children for each in _family(int(child)))]
-
-
-def _resident_bytes(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text("ascii").split()[1]) * _PAGE
-    except (OSError, IndexError):
-        return 0

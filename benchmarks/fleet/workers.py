@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import accumulate
 from time import perf_counter
 from typing import Any, ClassVar, Literal
 
@@ -15,6 +14,7 @@ from pydantic import Field
 
 from ragorder import Orderer, PromptBuilder
 from ragorder.adapters.openai.tokenizer import load_tokenizer
+from ragorder.benchmarks.chats.talks import TOPICS, draw_topics
 from ragorder.common.files import cache_folder
 from ragorder.eval.data.corpora import load_pydocs
 from ragorder.eval.data.machine import load_average
@@ -27,7 +27,6 @@ from ragorder.eval.running.record import RunRecord
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 from ragorder.kernels.random_model import make_model
 
-_TOPICS = 25
 _BLOCKS = 511
 
 
@@ -115,16 +114,15 @@ class SeveralOrderers(Experiment):
 
 
 def questions_by_topic(count: int, seed: int, top_k: int) -> list[TraceRequest]:
-    """Questions about the standard library on 25 topics, some of them far more popular (1/rank)."""
+    """Questions about the standard library on 25 topics, some of them far more popular."""
     corpus = load_pydocs(cache=cache_folder())
     topics = defaultdict(list)
     for question, ranking in zip(corpus.questions, corpus.rankings, strict=True):
         documents = [corpus.documents[place] for place in ranking[:top_k]]
         topics[question.id.partition("/")[0]].append(TraceRequest(question.text, documents))
     rng = random.Random(seed)
-    asked = rng.sample(sorted(topics), _TOPICS)
-    popularity = list(accumulate(1 / rank for rank in range(1, _TOPICS + 1)))
-    return [rng.choice(topics[rng.choices(asked, cum_weights=popularity)[0]]) for _ in range(count)]
+    asked = rng.sample(sorted(topics), TOPICS)
+    return [rng.choice(topics[draw_topics(rng, asked, 1)[0]]) for _ in range(count)]
 
 
 def _options(policy: str, server: VLLMServer, top_k: int) -> dict[str, Any]:

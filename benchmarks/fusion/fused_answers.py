@@ -99,11 +99,6 @@ class AnswersRecord(Record):
     the KL divergence in nats from full attention's distribution of the first token to this one (`kl`), exact match
     (`em`), `f1`, whether the answer `contains` an accepted one, the tokens `recomputed`, and the `answer`."""
 
-    called: ClassVar[str] = "a measurement of answers from reused KV"
-
-    type: Literal["fused-answers"] = "fused-answers"
-    cell: dict[str, Any]
-
     @property
     def columns_needed(self) -> tuple[str, ...]:
         figures = (*FIGURES, "answer")
@@ -127,8 +122,9 @@ _NO_MODEL = "answers need a model in the embedded engine: give --engine torch --
 
 class FusedAnswers(Experiment):
     kind = "fused-answers"
-    record = AnswersRecord
+    base = AnswersRecord
     cell = AnswersCell
+    runs = True
     policies: ClassVar[Any] = tuple(WAYS)
     unit = "questions"
     one_job = True

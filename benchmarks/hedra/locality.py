@@ -11,11 +11,8 @@ from pydantic import Field
 
 from ragorder.benchmarks.common.vectors import build_index, embedded
 from ragorder.eval.report.declared import Block, Column, TableForm, figure, policy_column
-from ragorder.eval.report.part import Part
-from ragorder.eval.report.tables import Table
 from ragorder.eval.report.words import format_number
 from ragorder.eval.running.cells import SeedlessCell
-from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
@@ -50,6 +47,85 @@ class LocalityCell(SeedlessCell):
     top_k: int = Field(2, ge=1, le=20)
 
 
+def _percent(share: float) -> str:
+    return format_number(100 * share)
+
+
+def final_share(run: Record, scanned: float) -> float:
+    """Return the share of searches, in per cent, whose results are final after this share of their clusters."""
+    clusters = scanned * float(run.facts["nprobe"])
+    final_at: list[float] = run.rows["final_at"]
+    return 100 * sum(number <= clusters for number in final_at) / len(final_at)
+
+
+def _titled(words: str) -> Callable[[Block], str]:
+    return lambda block: (
+        f"{words}: {block.cell.corpus}, {len(block.first.rows['final_at']):,} questions, top {block.cell.top_k}"
+    )
+
+
+def _final_note(block: Block) -> str:
+    facts = block.first.facts
+    note = (
+        f"% of searches, after this share of the {facts['nprobe']} clusters of {facts['clusters']} that each scans; "
+        "and after which cluster one is final: up to 28 % earlier by the first search's order in HedraRAG (Figure 9b)."
+    )
+    if "as_faiss" in facts:
+        searched = 2 * len(block.first.rows["final_at"])
+        note += f" Of {searched:,} searches that shared their time {facts['as_faiss']:,} found what FAISS finds."
+    return note
+
+
+_FINAL = TableForm(
+    _titled("Second searches that are final"),
+    [
+        policy_column("clusters", _ORDERS),
+        *(figure(f"{_percent(share)} %", partial(final_share, scanned=share)) for share in _SCANNED),
+        figure("final after, mean", lambda run: fmean(run.rows["final_at"])),
+    ],
+    note=_final_note,
+)
+
+
+def _ends_column(patience: str) -> Column:
+    return Column(patience, lambda row: ", ".join(map(_percent, row.runs[0].facts["patience"][patience])))
+
+
+_ENDS = TableForm(
+    _titled("What patience saves, and its recall"),
+    lambda block: [policy_column("patience", _ORDERS), *map(_ends_column, block.first.facts["patience"])],
+    note="% of clusters not scanned, % of the results found.",
+)
+
+
+def _distances(block: Block) -> Iterator[tuple[str, str]]:
+    facts = block.first.facts
+    yield "the first query", format_number(facts["to_first_query"], 2)
+    yield "its five nearest passages", format_number(facts["to_neighbours"], 2)
+    yield "its nearest passage", format_number(facts["to_nearest"], 2)
+    for share, distance in facts["to_whole"].items():
+        yield f"{_percent(float(share))} % of the whole answer, from the whole", format_number(distance, 2)
+
+
+def _each(fact: str, name: Callable[[str], str]) -> Callable[[Block], list[tuple[str, str]]]:
+    return lambda block: [(name(key), _percent(share)) for key, share in block.first.facts[fact].items()]
+
+
+_FACTS = (
+    TableForm(
+        _titled("What a first search says about the second"),
+        ["of the second's results", "%"],
+        rows=_each("observations", "all {}".format),
+    ),
+    TableForm(_titled("Distances between embeddings"), ["from the second query to", "mean"], rows=_distances),
+    TableForm(
+        _titled("Work in the clusters used most"),
+        ["of the clusters", "of the codes scanned, %"],
+        rows=_each("skew", lambda share: f"{_percent(float(share))} %"),
+    ),
+)
+
+
 class Locality(Experiment):
     """Column `final_at`: clusters after which a second search's best stayed. Facts: of the functions below."""
 
@@ -62,6 +138,7 @@ class Locality(Experiment):
     counts = "policies"
     packages: ClassVar[Any] = {"faiss": "retrieval"}
     one_job = True
+    tables: ClassVar[Any] = ((_FINAL, _ENDS, *_FACTS),)
 
     def requests(self, suite: Suite, cell: LocalityCell) -> int:
         return min(cell.questions, self.options.limit or cell.questions)
@@ -218,76 +295,3 @@ def skew(index: Any, queries: Vectors, shares: Sequence[float]) -> dict[str, flo
     work = np.sort(np.bincount(clusters.ravel(), minlength=index.nlist) * sizes)[::-1]
     total = np.cumsum(work) / work.sum()
     return {f"{share:g}": float(total[max(1, round(share * index.nlist)) - 1]) for share in shares}
-
-
-def _percent(share: float) -> str:
-    return format_number(100 * share)
-
-
-def final_share(run: Record, scanned: float) -> float:
-    """Return the share of searches, in per cent, whose results are final after this share of their clusters."""
-    clusters = scanned * float(run.facts["nprobe"])
-    final_at: list[float] = run.rows["final_at"]
-    return 100 * sum(number <= clusters for number in final_at) / len(final_at)
-
-
-def _setting(block: Block) -> str:
-    return f"{block.cell.corpus}, {len(block.first.rows['final_at']):,} questions, top {block.cell.top_k}"
-
-
-def _final_note(block: Block) -> str:
-    facts = block.first.facts
-    note = (
-        f"% of searches, after this share of the {facts['nprobe']} clusters of {facts['clusters']} that each scans; "
-        "and after which cluster one is final: up to 28 % earlier by the first search's order in HedraRAG (Figure 9b)."
-    )
-    if "as_faiss" in facts:
-        searched = 2 * len(block.first.rows["final_at"])
-        note += f" Of {searched:,} searches that shared their time {facts['as_faiss']:,} found what FAISS finds."
-    return note
-
-
-_FINAL = TableForm(
-    lambda block: f"Second searches that are final: {_setting(block)}",
-    [
-        policy_column("clusters", _ORDERS),
-        *(figure(f"{_percent(share)} %", partial(final_share, scanned=share)) for share in _SCANNED),
-        figure("final after, mean", lambda run: fmean(run.rows["final_at"])),
-    ],
-    note=_final_note,
-)
-
-
-def _ends_column(patience: str) -> Column:
-    return Column(patience, lambda row: ", ".join(map(_percent, row.runs[0].facts["patience"][patience])))
-
-
-_ENDS = TableForm(
-    lambda block: f"What patience saves, and its recall: {_setting(block)}",
-    lambda block: [policy_column("patience", _ORDERS), *map(_ends_column, block.first.facts["patience"])],
-    note="% of clusters not scanned, % of the results found.",
-)
-
-
-def make_part(suite: Suite, results: Results) -> Part:
-    blocks = list(_FINAL.blocks(Locality, suite, results))
-    return Part([table for block in blocks for table in (_FINAL.table(block), _ENDS.table(block), *_facts(block))])
-
-
-def _facts(block: Block) -> Iterable[Table]:
-    facts, setting = block.first.facts, _setting(block)
-    table = Table(f"What a first search says about the second: {setting}", ["of the second's results", "%"])
-    for name, share in facts["observations"].items():
-        table.add(f"all {name}", _percent(share))
-    yield table
-    table = Table(f"Distances between embeddings: {setting}", ["from the second query to", "mean"])
-    table.add("the first query", format_number(facts["to_first_query"], 2))
-    table.add("its five nearest passages", format_number(facts["to_neighbours"], 2))
-    table.add("its nearest passage", format_number(facts["to_nearest"], 2))
-    for share, distance in facts["to_whole"].items():
-        table.add(f"{_percent(float(share))} % of the whole answer, from the whole", format_number(distance, 2))
-    yield table
-    table = Table(f"Work in the clusters used most: {setting}", ["of the clusters", "of the codes scanned, %"])
-    for share, work in facts["skew"].items():
-        table.add(f"{_percent(float(share))} %", _percent(work))
-    yield table

@@ -14,12 +14,9 @@ from pydantic import Field
 from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.torch import lacks_torch
-from ragorder.eval.report.groups import group_runs
-from ragorder.eval.report.part import Part
-from ragorder.eval.report.tables import Table
+from ragorder.eval.report.declared import Block, TableForm
 from ragorder.eval.report.words import format_number
 from ragorder.eval.running.cells import SeedlessCell
-from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
@@ -52,6 +49,54 @@ class CostsCell(SeedlessCell):
     steps: int = Field(10, ge=1)
 
 
+def explained(line: Record) -> float:
+    """Return R²: the share of the variance of the later half of the calls that was predicted from those before each."""
+    half = len(line.rows["ms"]) // 2
+    times, predicted = line.rows["ms"][half:], line.rows["predicted_ms"][half:]
+    mean = fmean(times)
+    unexplained = sum((ms - guess) ** 2 for ms, guess in zip(times, predicted, strict=True))
+    return 1 - float(unexplained / sum((ms - mean) ** 2 for ms in times))
+
+
+def _scanned(block: Block) -> Iterator[tuple[str, str]]:
+    for line in block.groups[0].runs("scans"):
+        codes, times, clusters = line.rows["codes"], line.rows["ms"], line.facts["clusters"]
+        yield "calls", f"{len(times):,}"
+        yield "ns a vector, mean", format_number(1e6 * sum(times) / sum(codes))
+        yield "R² of what was predicted", format_number(explained(line), 3)
+        tenths = quantiles(clusters, n=10)
+        for name, ms in (("first tenth", tenths[0]), ("median", tenths[4]), ("last tenth", tenths[8])):
+            yield f"a cluster, {name}, µs", format_number(1e3 * ms)
+        yield "a cluster, longest, µs", format_number(1e3 * max(clusters))
+        for batch, ms in line.facts["queries"].items():
+            yield f"a whole search in a call of {batch}, ms", format_number(ms, 2)
+
+
+def _decoded(block: Block) -> Iterator[list[str]]:
+    for line in block.groups[0].runs("decoding"):
+        ms = iter(line.rows["ms"])
+        yield from ([str(requests), *(format_number(next(ms)) for _ in _CONTEXTS)] for requests in _REQUESTS)
+
+
+_TABLES = (
+    TableForm(
+        lambda block: (
+            f"Scans of some clusters: {block.cell.vectors:,} vectors of {block.cell.dimensions} in "
+            f"{len(block.groups[0].runs('scans')[0].facts['clusters'])} clusters"
+        ),
+        ["", ""],
+        "Processor time. R²: of the later half of the calls, each predicted by ClusterCosts from those before.",
+        rows=_scanned,
+    ),
+    TableForm(
+        "A decoding step, ms: the embedded engine, {cell.shape}",
+        ["requests", *(f"context {context}" for context in _CONTEXTS)],
+        "Processor time of one core, median.",
+        rows=_decoded,
+    ),
+)
+
+
 class SearchCosts(Experiment):
     """Scans: columns `codes` and `ms` of each call, and the `predicted_ms` of it from those before; facts:
     milliseconds of the `clusters` one by one, and of a call with several `queries`. Decoding: `ms` of a step by
@@ -64,6 +109,7 @@ class SearchCosts(Experiment):
     unit = "measurements"
     counts = "policies"
     packages: ClassVar[Any] = {"faiss": "retrieval"}
+    tables: ClassVar[Any] = (_TABLES,)
 
     def obstacle(self, suite: Suite, cell: CostsCell, policy: str) -> str | None:
         return (lacks_torch() if policy == "decoding" else None) or super().obstacle(suite, cell, policy)
@@ -174,50 +220,3 @@ def _cpu_ms(call: Callable[[], object]) -> float:
 
 def _median_ms(call: Callable[[], object]) -> float:
     return median(_cpu_ms(call) for _ in range(_REPEATS))
-
-
-def make_part(suite: Suite, results: Results) -> Part:
-    lines = [line for group in group_runs(results.of(SearchCosts.record, suite.name)) for line in group.runs()]
-    tables = {"scans": _scans_table, "decoding": _decoding_table}
-    return Part([tables[line.policy](line) for line in lines])
-
-
-def explained(line: Record) -> float:
-    """Return R²: the share of the variance of the later half of the calls that was predicted from those before each."""
-    half = len(line.rows["ms"]) // 2
-    times, predicted = line.rows["ms"][half:], line.rows["predicted_ms"][half:]
-    mean = fmean(times)
-    unexplained = sum((ms - guess) ** 2 for ms, guess in zip(times, predicted, strict=True))
-    return 1 - float(unexplained / sum((ms - mean) ** 2 for ms in times))
-
-
-def _scans_table(line: Record) -> Table:
-    cell = CostsCell.read(line.cell, "search-costs")
-    about = f"{cell.vectors:,} vectors of {cell.dimensions} in {len(line.facts['clusters'])} clusters"
-    table = Table(f"Scans of some clusters: {about}", ["", ""])
-    codes, times = line.rows["codes"], line.rows["ms"]
-    table.add("calls", f"{len(times):,}")
-    table.add("ns a vector, mean", format_number(1e6 * sum(times) / sum(codes)))
-    table.add("R² of what was predicted", format_number(explained(line), 3))
-    clusters = line.facts["clusters"]
-    tenths = quantiles(clusters, n=10)
-    for name, ms in (("first tenth", tenths[0]), ("median", tenths[4]), ("last tenth", tenths[8])):
-        table.add(f"a cluster, {name}, µs", format_number(1e3 * ms))
-    table.add("a cluster, longest, µs", format_number(1e3 * max(clusters)))
-    for batch, ms in line.facts["queries"].items():
-        table.add(f"a whole search in a call of {batch}, ms", format_number(ms, 2))
-    table.note = "Processor time. R²: of the later half of the calls, each predicted by ClusterCosts from those before."
-    return table
-
-
-def _decoding_table(line: Record) -> Table:
-    rows = list(zip(line.rows["requests"], line.rows["context"], line.rows["ms"], strict=True))
-    contexts = sorted({context for _, context, _ in rows})
-    shape = CostsCell.read(line.cell, "search-costs").shape
-    headings = ["requests", *(f"context {context:g}" for context in contexts)]
-    table = Table(f"A decoding step, ms: the embedded engine, {shape}", headings)
-    for requests in sorted({requests for requests, _, _ in rows}):
-        ms_of = {context: ms for each, context, ms in rows if each == requests}
-        table.add(f"{requests:g}", *(format_number(ms_of[context]) for context in contexts))
-    table.note = "Processor time of one core, median."
-    return table

@@ -16,9 +16,9 @@ from zlib import crc32
 import numpy as np
 from pydantic import Field
 
-from ragorder.benchmarks.common.served import mean_s
+from ragorder.benchmarks.common.served import mean_s, seed_by_seed
 from ragorder.benchmarks.common.vectors import build_index
-from ragorder.benchmarks.hedra.workflows.cells import CLUSTERS, SYSTEM_PROMPT_WORDS
+from ragorder.benchmarks.hedra.workflows.cells import CLUSTERS
 from ragorder.benchmarks.hedra.workflows.measuring import ordered_prompts, play, stage_by_stage
 from ragorder.benchmarks.hedra.workflows.script import (
     WORKFLOWS,
@@ -30,7 +30,6 @@ from ragorder.benchmarks.hedra.workflows.script import (
 )
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.report.declared import Column, Row, TableForm, figure, policy_column, ratio
-from ragorder.eval.report.statistics import compare_seeds
 from ragorder.eval.report.words import format_number, interval_words
 from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.eval.running.suite import Experiment, Job, Line
@@ -41,7 +40,6 @@ from ragorder.eval.virtual.search import VirtualIVF, WholeSearches
 from ragorder.pipelining import EngineLoad, prefill_batch
 from ragorder.pipelining.workflow import CompiledGraph, WorkflowResult, WorkflowServer, irg
 from ragorder.pipelining.workflow.pricing import EXTRA_TOKENS
-from ragorder.prompt import PromptBuilder
 
 if TYPE_CHECKING:
     from ragorder.document import Document
@@ -161,8 +159,7 @@ async def serve(
     )
     costs = replace(ENGINE, sequence_s=1e-6 * cell.sequence_us)
     engine = VirtualEngine[Any](costs, lambda request: script.answer(tokenizer.words(request.token_ids or ())))
-    builder = PromptBuilder(" ".join(["rule"] * SYSTEM_PROMPT_WORDS), tokenizer=tokenizer)
-    prompts = ordered_prompts(builder, costs.capacity_tokens, engine.cache)
+    prompts = ordered_prompts(tokenizer, costs.capacity_tokens, engine.cache)
     graph = _shipped(cell.workflow)
     whole = WholeSearches(index, scan, batched=False)
 
@@ -245,7 +242,7 @@ def _known_at_once(
 
 
 def _shorter(row: Row, baseline: str) -> str:
-    if len(row.values(mean_s)) != len(row.values(mean_s, baseline)):
+    times = seed_by_seed(row.group, row.policy, baseline)
+    if times is None:
         return format_number(None)
-    times = compare_seeds(row.values(mean_s), row.values(mean_s, baseline), relative=True)
     return f"{format_number(1 + times.difference, 2)} {interval_words(times, 2, lambda difference: 1 + difference)}"

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from ragorder.benchmarks.chats.servers import simulated_tokens
+from ragorder.benchmarks.chats.talks import draw_topics
 from ragorder.benchmarks.common.served import cached_share
 from ragorder.benchmarks.proxy.shapes import MEASURED, Passage, Shape
 from ragorder.eval.engines.sim import SimEngine
@@ -133,7 +134,7 @@ def _passages(characters: int) -> list[Passage]:
 def _retrieved(count: int, seed: int, k: int = 5, characters: int = 700, listed: int = 0) -> Iterator[Retrieved]:
     draw, passages = random.Random(seed), _passages(characters)
     for number in range(count):
-        topic = draw.choices(range(_TOPICS), [1 / (place + 1) for place in range(_TOPICS)])[0]
+        topic = draw_topics(draw, range(_TOPICS), 1)[0]
         found = passages[:listed] or passages[4 * topic : 4 * topic + 8]
         yield draw.sample(found, listed or k), f"Question {number} about {draw.choice(_WORDS)}?"
 

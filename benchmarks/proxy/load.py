@@ -9,9 +9,9 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ragorder.benchmarks.common.processes import ServerProcess
 from ragorder.benchmarks.proxy.client import Connections, chat_body, instant_server, post, proxy_server
@@ -24,7 +24,7 @@ from ragorder.eval.report.tables import Table
 from ragorder.eval.report.words import cell_words, format_number
 from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.reading import Results
-from ragorder.eval.running.record import Record, as_column
+from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 _NOTE = (
@@ -41,23 +41,6 @@ class ProxyLoadCell(SuiteCell):
     streams: int = Field(2000, ge=0)
     events: int = Field(20, ge=1)
     pause: float = Field(0.25, ge=0)
-
-
-class ProxyLoadRecord(Record):
-    """One side, `direct` or `proxied`; the requests of both are pairs."""
-
-    columns_of_all = ("latency_ms", "tagged")
-
-    type: Literal["proxy-load"] = "proxy-load"
-
-    @model_validator(mode="after")
-    def _numbers(self) -> Self:
-        as_column(self.rows["latency_ms"])
-        return self
-
-    @property
-    def requests(self) -> int:
-        return len(self.rows["latency_ms"])
 
 
 @contextmanager
@@ -102,9 +85,12 @@ async def run_streams(port: int, streams: int, events: int = 20, pause_s: float 
 
 
 class ProxyLoad(Experiment):
+    """Each side has the latencies of its requests, which are pairs with the other's."""
+
     kind = "proxy-load"
-    record = ProxyLoadRecord
     cell = ProxyLoadCell
+    columns = ("latency_ms", "tagged")
+    runs = True
     policies: ClassVar[Any] = ("direct", "proxied")
     one_job = True
     unit = "sides"
@@ -155,7 +141,7 @@ def make_part(suite: Suite, results: Results) -> Part:
     latency = Table("Latency", ["load", "requests", "number", "direct", "proxied", "added"], labels=2, note=_NOTE)
     streams = Table("Streams at a time", ["load", "direct: whole, of all, seconds, memory", "proxied"])
     added: dict[str, Any] = {}
-    for group in group_runs(results.of(ProxyLoadRecord, suite.name)):
+    for group in group_runs(results.of(ProxyLoad.record, suite.name)):
         sides = [group.policies.get(side, {}) for side in ("direct", "proxied")]
         seeds = sorted(sides[0].keys() & sides[1].keys())
         direct, proxied = ([side[seed] for seed in seeds] for side in sides)
@@ -175,7 +161,7 @@ def make_part(suite: Suite, results: Results) -> Part:
     return Part(tables, pictures=lambda: [_picture(added)] if added else [])
 
 
-def _column(records: Sequence[ProxyLoadRecord], name: str) -> Any:
+def _column(records: Sequence[Record], name: str) -> Any:
     import numpy as np
 
     return np.concatenate([np.asarray(record.rows[name]) for record in records])
@@ -187,7 +173,7 @@ def _quantiles(times: Any) -> str:
     return " / ".join(format_number(float(np.quantile(times, quantile)), 2) for quantile in (0.5, 0.99))
 
 
-def _streams(records: Sequence[ProxyLoadRecord]) -> str:
+def _streams(records: Sequence[Record]) -> str:
     facts = [record.facts for record in records]
     seconds = ", ".join(format_number(each["streams_s"]) for each in facts)
     peaks = [each["peak_mb"] for each in facts if each.get("peak_mb") is not None]

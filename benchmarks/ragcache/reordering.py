@@ -29,15 +29,14 @@ from ragorder.eval.engines.prompts import NumberedPrompts, Prompts
 from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.engines.torch import TorchEngine, TorchModel, lacks_torch
-from ragorder.eval.report.groups import RecordGroup, group_runs
+from ragorder.eval.report.declared import Block, TableForm
+from ragorder.eval.report.groups import RecordGroup
 from ragorder.eval.report.metrics import TBT_P50, TBT_P99, TTFT_MEAN, TTFT_P50, TTFT_P99, Metric
-from ragorder.eval.report.part import Part
-from ragorder.eval.report.tables import Entry, Table
+from ragorder.eval.report.tables import Entry
 from ragorder.eval.report.words import format_number
 from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.eval.running.load import ServiceTimes, rotated
 from ragorder.eval.running.policies import make_orderer
-from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record, RunRecord
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 from ragorder.ordering import Ordering
@@ -318,6 +317,29 @@ def _capacity(value: object) -> object:
     return None if value == "unlimited" else value
 
 
+def _others(block: Block) -> list[str]:
+    measured = dict.fromkeys(policy for group in block.groups for policy in group.policies)
+    return [policy for policy in measured if policy != _BASELINE]
+
+
+def _shorter_rows(block: Block) -> Iterator[list[str | Entry]]:
+    for group in block.groups:
+        yield [group.label, *(_times_shorter(group, policy) for policy in _others(block))]
+
+
+def _times(title: str, metrics: Sequence[Metric], note: str = "") -> TableForm:
+    def rows(block: Block) -> Iterator[list[str]]:
+        for group in block.groups:
+            if group.has(metrics[0].column):
+                policies = (_BASELINE, *_others(block))
+                times = ([format_number(group.value(policy, each)) for each in metrics] for policy in policies)
+                yield [group.label, *map(", ".join, times)]
+
+    statistics = ", ".join(each.statistic for each in metrics)
+    headings: Callable[[Block], list[str]] = lambda block: ["", _BASELINE, *_others(block)]  # noqa: E731
+    return TableForm(f"{title}: {statistics}, ms", headings, note, by=(), rows=rows)
+
+
 class ReorderingCell(SuiteCell):
     """`load` is the arrival rate as a multiple of the rate at which a full queue is served first come, first served.
 
@@ -345,6 +367,11 @@ class Reordering(Experiment):
     one_job = True
     unit = "queues"
     counts = "policies"
+    tables: ClassVar[Any] = (
+        TableForm("Mean TTFT, times shorter", lambda block: ["", *_others(block)], _NOTE, by=(), rows=_shorter_rows),
+        _times("Time to first token", (TTFT_P50, TTFT_MEAN, TTFT_P99)),
+        _times("Time between tokens", (TBT_P50, TBT_P99), _TBT_NOTE),
+    )
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -416,35 +443,6 @@ class Reordering(Experiment):
             return LiveQueues(url, *shape, options)
 
         return self.kept((cell.capacity_tokens, *shape), start)
-
-
-def make_part(suite: Suite, results: Results) -> Part:
-    groups = group_runs(results.of(Reordering.record, suite.name))
-    policies = list(dict.fromkeys(policy for group in groups for policy in group.policies if policy != _BASELINE))
-    table = Table("Mean TTFT, times shorter", ["", *policies], note=_NOTE)
-    for group in groups:
-        row = [_times_shorter(group, policy) for policy in policies]
-        table.rows.append([Entry(group.label), *row])
-    names = [_BASELINE, *policies]
-    tables = [table, _times("Time to first token", (TTFT_P50, TTFT_MEAN, TTFT_P99), groups, names)] if groups else []
-    if timed := [group for group in groups if group.has("tbt_ms")]:
-        tables.append(_times("Time between tokens", (TBT_P50, TBT_P99), timed, names, _TBT_NOTE))
-    return Part(tables)
-
-
-def _times(
-    title: str,
-    metrics: Sequence[Metric],
-    groups: Sequence[RecordGroup[Record]],
-    policies: Sequence[str],
-    note: str = "",
-) -> Table:
-    statistics = ", ".join(each.statistic for each in metrics)
-    table = Table(f"{title}: {statistics}, ms", ["", *policies], note=note)
-    for group in groups:
-        times = ([format_number(group.value(policy, each)) for each in metrics] for policy in policies)
-        table.rows.append([Entry(group.label), *(Entry(", ".join(each)) for each in times)])
-    return table
 
 
 def _times_shorter(group: RecordGroup[Record], policy: str) -> Entry:

@@ -51,9 +51,9 @@ def _gpus() -> str | None:
     return ", ".join(said.splitlines()) or None
 
 
-def resident_mb() -> float | None:
-    """The memory of this process; None where the system does not report it."""
-    return _status_mb("self", "VmRSS:")
+def resident_mb(process: int | None = None) -> float | None:
+    """The memory of a process, by default this one; None where the system does not report it."""
+    return _status_mb("self" if process is None else str(process), "VmRSS:")
 
 
 def peak_mb(process: int) -> float | None:
@@ -72,14 +72,19 @@ def cpu_s(process: int) -> float | None:
     return (int(fields[11]) + int(fields[12])) / float(os.sysconf("SC_CLK_TCK"))
 
 
-def tree_cpu_s(process: int) -> float | None:
-    """Return the processor time of a process and its running children."""
+def tree_of(process: int) -> list[int]:
+    """Return a process, its running children, and theirs."""
     try:
         with open(f"/proc/{process}/task/{process}/children", encoding="utf-8") as line:
             children = list(map(int, line.read().split()))
     except OSError:
         children = []
-    used = [cpu_s(each) for each in (process, *children)]
+    return [process, *(each for child in children for each in tree_of(child))]
+
+
+def tree_cpu_s(process: int) -> float | None:
+    """Return the processor time of a process and its running children."""
+    used = [cpu_s(each) for each in tree_of(process)]
     return None if None in used else sum(each for each in used if each is not None)
 
 

@@ -1,8 +1,8 @@
-"""Tables declared by their columns, with a row for each policy of a group."""
+"""Tables declared by their columns, with a row for each policy of a group unless they say otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -95,15 +95,16 @@ Text = str | Callable[[Block], str]
 class TableForm:
     """The columns of a table. Each group has a table to itself, or all groups that agree in the cell's parameters `by`
     have one, sorted by those of `sort`. The first `labels` columns hold words. Rows follow `policies`, by default the
-    order measured."""
+    order measured. Columns that are texts are headings of what `rows` yields."""
 
     title: Text
-    columns: Sequence[Column] | Callable[[Block], Sequence[Column]]
+    columns: Sequence[Column | str] | Callable[[Block], Sequence[Column | str]]
     note: Text = ""
     labels: int = 1
     by: Sequence[str] | None = None
     sort: Sequence[str] = ()
     policies: Sequence[str] = ()
+    rows: Callable[[Block], Iterable[Sequence[str | Entry]]] | None = None
 
     def blocks(self, experiment: type[Experiment], suite: Suite, results: Results) -> Iterator[Block]:
         all_of_them = Block(experiment, suite, group_runs(results.of(experiment.record, suite.name)))
@@ -119,18 +120,30 @@ class TableForm:
 
     def table(self, block: Block) -> Table:
         columns = self.columns if isinstance(self.columns, Sequence) else self.columns(block)
-        headings = [column.heading for column in columns]
-        table = Table(_written(self.title, block), headings, labels=self.labels, note=_written(self.note, block))
+        headings = [column if isinstance(column, str) else column.heading for column in columns]
+        table = Table(headings=headings, labels=self.labels)
+        for fields in self._rows(block, columns) if self.rows is None else self.rows(block):
+            table.add(*fields)
+        if table.rows:
+            table.title, table.note = _written(self.title, block), _written(self.note, block)
+        return table
+
+    def _rows(self, block: Block, columns: Sequence[Any]) -> Iterator[Sequence[str | Entry]]:
         for group in block.groups:
             for each in self.policies or group.policies:
                 if each in group.policies:
-                    table.add(*(column.entry(Row(block, group, each)) for column in columns))
-        return table
+                    yield [column.entry(Row(block, group, each)) for column in columns]
 
 
 def tables_of(experiment: type[Experiment], suite: Suite, results: Results) -> list[Table]:
-    """Return the tables that the experiment declares, form by form."""
-    return [form.table(block) for form in experiment.tables for block in form.blocks(experiment, suite, results)]
+    """Return the tables with rows that the experiment declares, form by form; forms in a list share the first one's
+    blocks, and take turns."""
+    found: list[Table] = []
+    for declared in experiment.tables:
+        forms = [declared] if isinstance(declared, TableForm) else declared
+        for block in forms[0].blocks(experiment, suite, results):
+            found += (table for form in forms if (table := form.table(block)).rows)
+    return found
 
 
 def policy_column(heading: str = "policy", words: Mapping[str, str] | None = None) -> Column:

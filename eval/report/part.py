@@ -36,13 +36,15 @@ class Part:
 
 def part_of(experiment: type[Kind], suite: Suite, results: Results) -> Part | None:
     """Return what `make_part(suite, results)` makes, of the experiment's module or of `report` beside it, else the
-    tables that the experiment declares, or None."""
+    tables and words that the experiment declares, or None."""
     module = import_module(experiment.__module__)
     if not hasattr(module, "make_part"):
         name = f"{experiment.__module__.rpartition('.')[0]}.report"
         if find_spec(name) is None:
-            declared = experiment if issubclass(experiment, Experiment) else None
-            return Part(tables_of(declared, suite, results)) if declared and declared.tables else None
+            if not issubclass(experiment, Experiment) or not experiment.tables:
+                return None
+            tables = tables_of(experiment, suite, results)
+            return Part(tables, experiment.words if tables else ())
         module = import_module(name)
     part: Part = module.make_part(suite, results)
     return part

@@ -305,7 +305,9 @@ class Experiment(Kind, ABC):
     runs: ClassVar[bool] = False
     """Whether the report counts the records among the runs, which those of served requests are."""
     tables: ClassVar[Sequence[Any]] = ()
-    """Each a `TableForm` of the report, in an experiment without `make_part`."""
+    """Each a `TableForm` of the report, or some that take turns, in an experiment without `make_part`."""
+    words: ClassVar[Sequence[str]] = ()
+    """What the report says before them."""
     suites: ClassVar[Mapping[str, str]] = {}
     """Suites by name, as TOML, beside those in files."""
     policies: ClassVar[Collection[str] | None] = None

@@ -20,13 +20,14 @@ from support.bodies import Bodies
 from support.rings import ALL, grid, length
 from support.sent_requests import TEXTS, echo, post_to, proxy_to
 from support.shaped_requests import CORPORA, MARKS, ask, retrievals, texts_of
+from support.shapes import KEPT, OPEN_ENDED, SHAPES
 
 from ragorder import Orderer
 from ragorder.adapters.learning.suggestion import suggest
 from ragorder.adapters.observing import Metrics, ObservedOrderer, Stats
 from ragorder.adapters.proxy import DocumentTemplate, TemplateError
 from ragorder.adapters.proxy.bodies.presets import PromptRecogniser, find_templates, presets
-from ragorder.benchmarks.proxy.shapes import APPLICATIONS, SHAPES, Passage, Shape
+from ragorder.benchmarks.proxy.shapes import APPLICATIONS, Passage, Shape
 
 NAMES = list(presets())
 SENT = CORPORA if ALL else CORPORA[:1]
@@ -71,12 +72,12 @@ class TestPresets:
 class TestShapes:
     """What is sent is what the application writes for its documents in the sent order, or what it has sent."""
 
-    @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if not shape.kept])
+    @pytest.mark.parametrize("name", [name for name in SHAPES if name not in KEPT])
     def test_documents_extend_the_cached_prefix(self, name: str) -> None:
         shape = SHAPES[name]
         reads = Bodies(None, templates=shape.templates(), finds_native=True)
         # Without a tail the last document stays where it is.
-        last = "e" if shape.open_ended else ""
+        last = "e" if name == OPEN_ENDED else ""
         for order, sent in (("abcd", "abcd"), ("dbac", "abcd"), ("cab", "abc")):
             body = reads.ordered(written(name, order + last), ROUTES[shape.path])
             assert body == written(name, sent + last)
@@ -99,13 +100,13 @@ class TestShapes:
     @pytest.mark.parametrize("name", grid(list(SHAPES), 5))
     def test_through_the_proxy(self, name: str) -> None:
         shape = SHAPES[name]
-        assert bool(moved_by(shape.templates(), shape)) == (not shape.kept)
+        assert bool(moved_by(shape.templates(), shape)) == (name not in KEPT)
 
     @pytest.mark.parametrize("name", grid(list(SHAPES), 2))
     def test_with_template_auto(self, name: str) -> None:
         shape = SHAPES[name]
         is_recognised = shape.template == "auto" or (name in NAMES and presets()[name].automatic)
-        assert bool(moved_by(find_templates("auto"), shape)) == (is_recognised and not shape.kept)
+        assert bool(moved_by(find_templates("auto"), shape)) == (is_recognised and name not in KEPT)
 
     @pytest.mark.parametrize("name", grid(list(SHAPES), 2))
     def test_by_a_template_learnt_from_the_first_requests(self, name: str, tmp_path: Path) -> None:

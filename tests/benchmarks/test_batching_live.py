@@ -13,7 +13,6 @@ pytest.importorskip("faiss")
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from support.suites import page_of, run_suites
 
 from ragorder.benchmarks.doll.batching_live.cells import POLICIES, BatchingLiveCell
 from ragorder.benchmarks.doll.batching_live.parts import LiveParts
@@ -105,13 +104,3 @@ def test_lists_are_read_as_they_are_needed(tmp_path: Path) -> None:
         list(search.search(parts.queries, cell.top_k))
         assert search.read_bytes < search.pass_bytes / 4
     assert 0.5 < parts.recall <= 1
-
-
-@pytest.mark.parametrize(
-    ("suite", "row"),
-    [("doll-live", "| serial static batches |"), ("doll-live-topk", "| 10 |"), ("doll-live-index", "| lists |")],
-)
-def test_the_suites_run_and_report(suite: str, row: str, tmp_path: Path) -> None:
-    pytest.importorskip("scipy")
-    run_suites(tmp_path, suite, "--reduced", "--seeds", 0)
-    assert row in page_of(tmp_path)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from support.suites import page_of, run_suites
 
 from ragorder.benchmarks.common.served import cached_share
 from ragorder.benchmarks.fleet.replicas import ROUTERS, Replicas, ReplicasCell, Ring, SimulatedReplica, load, serve
@@ -129,14 +127,6 @@ def test_a_cell_has_one_trace() -> None:
     for fields in ({}, {"workload": "mix8", "corpus": "pydocs"}):
         with pytest.raises(ValidationError, match="either workload or corpus"):
             ReplicasCell(replicas=4, **fields)
-
-
-def test_the_suites_run_and_report(tmp_path: Path) -> None:
-    run_suites(tmp_path, "replicas", "replicas-changed", "--reduced", "--limit", 120, "--seeds", "0,1")
-    page = page_of(tmp_path)
-    assert "mix64: 4 replicas" in page
-    assert "topics moved, %" in page
-    assert page.count("| topic, bound 1.5 |") == 2
 
 
 class TestMixedStreams:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from support.suites import page_of, run_suites
 
 from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.benchmarks.hedra.search_costs import SearchCosts, cluster_ms, explained, scans
@@ -41,11 +39,3 @@ def line(ms: list[float], predicted_ms: list[float]) -> Any:
 def test_what_is_explained_is_of_the_later_half() -> None:
     assert explained(line([9, 9, 1, 2, 3, 4], [0, 0, 0, 2, 3, 4])) == 1.0
     assert explained(line([9, 9, 9, 2, 3, 4], [0, 0, 0, 3, 3, 3])) == 0.0
-
-
-@pytest.mark.merge
-def test_the_suite_runs(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    run_suites(tmp_path, "hedra-costs", "--reduced")
-    page = page_of(tmp_path)
-    assert "R² of what was predicted" in page and "A decoding step, ms" in page

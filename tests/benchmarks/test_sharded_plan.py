@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.suites import page_of, run_suites
 
 from ragorder.benchmarks.fleet.sharded_plan import PlanFailedError, draw, run_plan, write_requests
 
@@ -33,9 +32,3 @@ class TestRun:
         (tmp_path / "requests.jsonl").write_text("oops\n", "utf-8")
         with pytest.raises(PlanFailedError, match="not JSON"):
             run_plan(tmp_path / "requests.jsonl", tmp_path / "plan")
-
-
-def test_the_suite_runs_and_reports(tmp_path: Path) -> None:
-    run_suites(tmp_path, "sharded-plan", "--reduced", "--seeds", 0)
-    rows = [line for line in page_of(tmp_path).splitlines() if line.startswith("| topics | 300 |")]
-    assert [row.split(" | ")[2] for row in rows] == ["one plan", "4"]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.suites import page_of, run_suites
 
 pytest.importorskip("starlette")
 pytest.importorskip("bm25s")
@@ -49,19 +48,6 @@ def test_documents_that_stand_there_are_named(served: dict[str, dict[str, Any]])
     assert columns(rows, "repeated", 0) == [0] * 16
     assert sum(columns(rows, "repeated", 3)) > 16
     assert sum(columns(rows, "prompt_tokens", 3)) < 0.8 * sum(columns(served["append"], "prompt_tokens", 3))
-
-
-@pytest.mark.parametrize(
-    ("suite", "said"),
-    [
-        ("turns", ["By turn", "within a block, %", "turn 3"]),
-        ("turns-lost", ["laid out again", "turns that compute more than appended"]),
-    ],
-)
-def test_a_suite_shows_each_turn_and_what_was_predicted_or_lost(suite: str, said: list[str], tmp_path: Path) -> None:
-    assert "3 runs served" in run_suites(tmp_path, suite, "--reduced", "--seeds", 0)
-    page = page_of(tmp_path)
-    assert [words for words in said if words not in page] == []
 
 
 def test_a_real_servers_cached_tokens_are_predicted_to_the_block(vllm_server: Any, vllm_model: Path) -> None:

@@ -22,12 +22,6 @@ async def test_the_pieces_of_all_requests_are_counted() -> None:
     assert all_["pieces"] == 6 * 9 + all_["speculative"] and all_["speculative"] > 0
 
 
-def test_the_suite_runs_and_reports(tmp_path: Path) -> None:
-    run_suites(tmp_path, "hedra-overhead", "--limit", 3, in_flight=2, repeats=1)
-    rows = [line for line in page_of(tmp_path).splitlines() if line.startswith("| 2 |")]
-    assert [row.split("|")[2].strip() for row in rows] == ["stage by stage", "all"]
-
-
 def test_a_client_of_an_engine_elsewhere(tmp_path: Path) -> None:
     """HyDE's two generations are asked for whole where nothing reads their tokens."""
     pytest.importorskip("openai")

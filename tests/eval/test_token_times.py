@@ -11,12 +11,13 @@ import pytest
 
 pytest.importorskip("numpy")
 
-from ragorder.benchmarks.ragcache.reordering import Reordering, make_part
+from ragorder.benchmarks.ragcache.reordering import Reordering
 from ragorder.eval.data.trace import trace_of_workload
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import EngineCompletion, time_between_tokens
 from ragorder.eval.engines.prompts import NumberedPrompts
 from ragorder.eval.engines.sim import SimEngine
+from ragorder.eval.report.declared import tables_of
 from ragorder.eval.report.tables import Table
 from ragorder.eval.running.load import serve_in_turn
 from ragorder.eval.running.policies import make_policy
@@ -82,10 +83,11 @@ def test_stands_beside_the_time_to_the_first_token() -> None:
 def test_of_queues_are_in_a_table_of_their_own(times_ms: list[float | None] | None) -> None:
     rows = {"prompt_tokens": [9] * 4, "cached_tokens": [0] * 4, "ttft_ms": [5.0] * 4}
     rows |= {} if times_ms is None else {"tbt_ms": times_ms}
-    line = {"type": "reordering", "suite": "reordering", "cell": {"load": 2.0}, "seed": 0, "engine": {"name": "x"}}
+    cell = {"workload": "mix8", "load": 2.0}
+    line = {"type": "reordering", "suite": "reordering", "cell": cell, "seed": 0, "engine": {"name": "x"}}
     records = [
         Reordering.record.model_validate({**line, "rows": rows, "policy": policy}) for policy in ("fcfs", "reordered")
     ]
-    _, *tables = make_part(load_suites()["reordering"], Results(Path(), records=records)).tables
+    _, *tables = tables_of(Reordering, load_suites()["reordering"], Results(Path(), records=records))
     shown = [[entry.text for entry in row[1:]] for table in tables for row in table.rows]
     assert shown == [["5.0, 5.0, 5.0"] * 2, *([] if times_ms is None else [["20.0, 29.8"] * 2])]

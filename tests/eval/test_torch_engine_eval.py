@@ -25,7 +25,7 @@ pytest.importorskip("scipy")
 
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.benchmarks.kernels.embedded.cells import BLOCKING, FUSED, HALF, EmbeddedCell
-from ragorder.benchmarks.kernels.embedded.experiment import EmbeddedRecord, judge, make_part, median
+from ragorder.benchmarks.kernels.embedded.experiment import Embedded, judge, make_part, median
 from ragorder.benchmarks.kernels.embedded.models import SHAPES, Layout, RandomPrompts, ask_again, draw_prompt
 from ragorder.benchmarks.kernels.embedded.prefill import plain_transformers
 from ragorder.benchmarks.kernels.embedded.serving import draw_trace
@@ -455,14 +455,14 @@ class TestPrompts:
 ENGINE = {"name": "torch", "model": "tiny", "hardware": "a GPU", "block_size": 16}
 
 
-def lines(arm: str, ms: float, *, measure: str = "cached") -> list[EmbeddedRecord]:
+def lines(arm: str, ms: float, *, measure: str = "cached") -> list[Any]:
     rng = random.Random(0)
     found = []
     for seed in range(3):
         rows = {name: [0.0] * 20 for name in ("cpu_ms", "device", "host", "disk")}
         rows["wall_ms"] = [ms * (1 + 0.02 * (rng.random() - 0.5)) for _ in range(20)]
         cell = {"measure": measure}
-        found.append(EmbeddedRecord(suite="mine", cell=cell, seed=seed, policy=arm, engine=ENGINE, rows=rows))
+        found.append(Embedded.record(suite="mine", cell=cell, seed=seed, policy=arm, engine=ENGINE, rows=rows))
     return found
 
 

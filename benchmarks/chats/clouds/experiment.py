@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 from statistics import fmean
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from ragorder.benchmarks.chats.clouds.policies import (
     CHATS,
@@ -23,6 +23,7 @@ from ragorder.benchmarks.chats.clouds.policies import (
     make_text,
 )
 from ragorder.benchmarks.chats.talks import NEAREST, TOPICS, draw_topics, find_again
+from ragorder.benchmarks.common.served import cached_share
 from ragorder.clouds import CacheRules, cache_rules
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.cloud import SimulatedCloud
@@ -40,15 +41,7 @@ WINDOW = 1000
 
 
 class CloudsRecord(Record):
-    """Rows: tokens of each request; -1 predicted: nothing was. Facts: prices, as multiples of the plain input price."""
-
-    called: ClassVar[str] = "a run at a cloud"
-    is_run: ClassVar[bool] = False
-    facts_needed: ClassVar[tuple[str, ...]] = ("write", "read")
-
-    columns_of_all = ("prompt_tokens", "cached_tokens", "written_tokens", "predicted_tokens")
-
-    type: Literal["clouds"] = "clouds"
+    """What a run at a cloud cost."""
 
     @property
     def cost(self) -> float:
@@ -72,10 +65,6 @@ class CloudsRecord(Record):
             worst = max(worst, cost / max(1, tokens))
         return worst
 
-    def share(self, column: str) -> float:
-        """Of the prompt tokens."""
-        return float(sum(self.rows[column]) / max(1, sum(self.rows["prompt_tokens"])))
-
     @property
     def exact(self) -> float | None:
         """Return the share of exact predictions (in conversations, to a token a turn), or None without predictions."""
@@ -94,12 +83,12 @@ class CloudsRecord(Record):
 
 
 class _Cloud:
-    """A simulated cloud in virtual time, and rows of a `CloudsRecord`."""
+    """A simulated cloud in virtual time, and rows of a record."""
 
     def __init__(self, cell: CloudsCell, rules: CacheRules, seed: int, advance: Callable[[], None]) -> None:
         self.now_s = 0.0
         self.rng = random.Random(f"arrivals {seed}")
-        self.rows: dict[str, list[int]] = {name: [] for name in CloudsRecord.columns_of_all}
+        self.rows: dict[str, list[int]] = {name: [] for name in Clouds.columns}
         self._cell = cell
         self._advance = advance
         self._cloud = SimulatedCloud(rules)
@@ -147,7 +136,7 @@ def serve(
     seed: int,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, list[int]]:
-    """Return rows of a `CloudsRecord`. Requests overlap: what one writes can be read from its first token on."""
+    """Return rows of a record. Requests overlap: what one writes can be read from its first token on."""
     cloud, builder = _Cloud(cell, rules, seed, advance), make_builder(cell)
     documents = {number: make_document(number, cell.document_tokens) for ranking in rankings for number in ranking}
     asked = POLICIES[policy](rules, builder, lambda: cloud.now_s, cell.question_tokens)
@@ -181,7 +170,7 @@ def serve_conversations(
     seed: int,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, list[int]]:
-    """Return rows of a `CloudsRecord`, in the order in which turns are asked."""
+    """Return rows of a record, in the order in which turns are asked."""
     cloud, builder, questions = _Cloud(cell, rules, seed, advance), make_builder(cell), count()
     orderer = make_orderer(rules, builder, lambda: cloud.now_s, cell.question_tokens)
     numbers = {number for turns in rankings for turn in turns for number in turn}
@@ -256,8 +245,12 @@ def _columns(block: Block) -> list[Column]:
         figure("cost, %", lambda run: run.cost, scale=100, spread=True),
         *([Column("of what appending costs without a cache, %", _bill)] if converses else []),
         Column(f"worst {WINDOW:,} requests, %", _worst),
-        figure("read, %", lambda run: run.share("cached_tokens"), scale=100),
-        figure("written, %", lambda run: run.share("written_tokens"), scale=100),
+        figure("read, %", cached_share, scale=100),
+        figure(
+            "written, %",
+            partial(cached_share, tokens="written_tokens"),
+            scale=100,
+        ),
         figure("predicted, %", lambda run: run.exact, scale=100),
     ]
 
@@ -272,9 +265,14 @@ def _note(block: Block) -> str:
 
 
 class Clouds(Experiment):
+    """Columns: tokens of each request; -1 predicted: nothing was. Facts: prices, as multiples of the plain input
+    price."""
+
     kind = "clouds"
-    record = CloudsRecord
+    base = CloudsRecord
     cell = CloudsCell
+    columns = ("prompt_tokens", "cached_tokens", "written_tokens", "predicted_tokens")
+    facts = ("write", "read")
     policies: ClassVar[Any] = tuple(POLICIES)
     simulated = True
     tables: ClassVar[Any] = [TableForm(_title, _columns, _note)]

@@ -87,8 +87,14 @@ class CloudPolicy:
         self.builder = builder
         self.additive = rules.usage is not None and rules.usage.additive
         self._marks = marks
+        self._orderer = self.orderer(clock, suffix_tokens)
+
+    def orderer(self, clock: Callable[[], float], suffix_tokens: int) -> Orderer | None:
+        return None
 
     def ordering(self, documents: Sequence[Document]) -> Ordering[Document]:
+        if self._orderer is not None:
+            return self._orderer.order(documents)
         return Ordering(list(documents), range(len(documents)))
 
     def predicted(self, ordering: Ordering[Document]) -> int:
@@ -117,26 +123,15 @@ class SortedById(CloudPolicy):
 class EngineOrder(CloudPolicy):
     """Ordered as for an engine that resumes anywhere and forgets nothing."""
 
-    def __init__(
-        self,
-        rules: CacheRules,
-        builder: PromptBuilder,
-        clock: Callable[[], float],
-        suffix_tokens: int,
-        marks: Marks | None = None,
-    ) -> None:
-        super().__init__(rules, builder, clock, suffix_tokens, marks)
-        self._orderer = Orderer(
+    def orderer(self, clock: Callable[[], float], suffix_tokens: int) -> Orderer:
+        return Orderer(
             capacity_tokens=None,
             block_size=1,
-            tokens=builder.document_tokens,
-            prefix_tokens=builder.prefix_tokens,
+            tokens=self.builder.document_tokens,
+            prefix_tokens=self.builder.prefix_tokens,
             suffix_tokens=suffix_tokens,
             strict=True,
         )
-
-    def ordering(self, documents: Sequence[Document]) -> Ordering[Document]:
-        return self._orderer.order(documents)
 
     def confirm(self, ordering: Ordering[Document], usage: Mapping[str, Any]) -> None:
         # What a cloud has not found an engine would have.
@@ -146,14 +141,8 @@ class EngineOrder(CloudPolicy):
 class ForCloud(CloudPolicy):
     """`Orderer.for_cloud`."""
 
-    def __init__(
-        self, rules: CacheRules, builder: PromptBuilder, clock: Callable[[], float], suffix_tokens: int
-    ) -> None:
-        super().__init__(rules, builder, clock, suffix_tokens)
-        self._orderer = make_orderer(rules, builder, clock, suffix_tokens)
-
-    def ordering(self, documents: Sequence[Document]) -> Ordering[Document]:
-        return self._orderer.order(documents)
+    def orderer(self, clock: Callable[[], float], suffix_tokens: int) -> Orderer:
+        return make_orderer(self.rules, self.builder, clock, suffix_tokens)
 
     def predicted(self, ordering: Ordering[Document]) -> int:
         return ordering.cached_tokens

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from ragorder.benchmarks.doll.batching_live.cells import POLICIES, BatchingLiveCell
 from ragorder.eval.data.machine import load_average
+from ragorder.eval.running.load import rotated
 from ragorder.eval.running.suite import Experiment, Job, Line
 
 
@@ -45,8 +46,7 @@ class BatchingLive(Experiment):
         with TemporaryDirectory(prefix="ragorder-batching-") as folder:
             parts = LiveParts.make(cell, Path(folder), job.requests, job.seed)
             # Each seed begins with another policy.
-            first = job.seed % len(job.policies)
-            for policy in (*job.policies[first:], *job.policies[:first]):
+            for policy in rotated(job.policies, job.seed):
                 load = load_average()
                 with threads(1):
                     found = asyncio.run(serve_live(policy, parts, at_s))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ragorder import PromptBuilder
 from ragorder.adapters.embedded import EngineWorker
 from ragorder.adapters.openai.prompts import Question
-from ragorder.benchmarks.common.vectors import clustered
+from ragorder.benchmarks.common.vectors import A_CENTROID, clustered, index_of
 from ragorder.benchmarks.doll.batching_live.cells import POLICIES, SERIAL, BatchingLiveCell
 from ragorder.benchmarks.doll.streaming.cells import StreamingCell
 from ragorder.benchmarks.doll.streaming.measuring import ThrottledSource, TokenBucket, write_model
@@ -54,7 +54,6 @@ _BURST_S = 0.02
 _PLENTY = 1 << 50
 # Of a core: multiplications and additions, bytes of weights in a step of one request, of an index scan.
 _FLOPS, _MEMORY, _SCAN = 35e9, 4.6e9, 1e9
-_TRAINED_ON = 40
 # Fewer than the model's vocabulary.
 _WORDS = 900
 _DIGITS = 6
@@ -271,14 +270,9 @@ def _write_index(path: Path, cell: BatchingLiveCell, queries: NDArray[np.float32
     faiss = load_faiss()
     clusters = PARTITIONS * _CLUSTERS_EACH[cell.index]
     vectors = clustered(cell.vectors, cell.dimensions, clusters=cell.documents, seed=seed)
-    index = faiss.IndexIVFFlat(
-        faiss.IndexFlatIP(cell.dimensions), cell.dimensions, clusters, faiss.METRIC_INNER_PRODUCT
-    )
-    index.cp.min_points_per_centroid = 1
-    index.train(vectors[: _TRAINED_ON * clusters])
-    index.add(vectors)
     # A search of partitions needs every one, as the paper's do.
-    index.nprobe = clusters if cell.index == "partitions" else max(1, round(_NEAREST * clusters))
+    nprobe = 1.0 if cell.index == "partitions" else _NEAREST
+    index = index_of([vectors], clusters, vectors[: A_CENTROID * clusters], nprobe)
     faiss.write_index(index, str(path))
     if cell.index == "partitions":
         return 1.0

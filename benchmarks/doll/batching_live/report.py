@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean, quantiles
 from typing import Any
 
-from ragorder.benchmarks.common.served import faster, mean_s, share_column
+from ragorder.benchmarks.common.served import faster, mean_s, seed_by_seed, share_column
 from ragorder.benchmarks.doll.batching_live.cells import POLICIES, SERIAL, BatchingLiveCell
 from ragorder.benchmarks.doll.batching_live.experiment import BatchingLive
 from ragorder.eval.report.canvas import Picture, draw, style
 from ragorder.eval.report.declared import Block, Column, Row, TableForm, figure, policy_column
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.statistics import compare_seeds
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import format_number, range_words
 from ragorder.eval.running.reading import Results
@@ -102,11 +101,9 @@ def _mean_of(part: str) -> Callable[[Record], float]:
 
 
 def _shorter(row: Row) -> Entry:
-    theirs, ours = ({run.seed: mean_s(run) for run in row.group.runs(each)} for each in (SERIAL, row.policy))
-    seeds = sorted(theirs.keys() & ours.keys())
-    if row.policy == SERIAL or not seeds:
+    compared = seed_by_seed(row.group, SERIAL, row.policy)
+    if row.policy == SERIAL or compared is None:
         return Entry("–")
-    compared = compare_seeds([theirs[seed] for seed in seeds], [ours[seed] for seed in seeds], relative=True)
     note = range_words(map(faster, (compared.low, compared.high)), 2) if compared.known else ""
     return Entry(format_number(faster(compared.difference), 2), note)
 

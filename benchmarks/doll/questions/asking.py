@@ -17,7 +17,7 @@ from pydantic import Field
 
 from ragorder.benchmarks.common.processes import ServerProcess, server_process
 from ragorder.common.counts import parse_size
-from ragorder.eval.data.machine import peak_mb
+from ragorder.eval.data.machine import peak_mb, resident_mb
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.running.cells import SuiteCell
 
@@ -79,7 +79,7 @@ async def _ask_all(url: str, pid: int, asked: Asked, advance: Callable[[], None]
     async with httpx2.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
         for question in asked.warm_up[:2]:
             await _ask(client, question, asked.cell)
-        ready, began_s = resident_mb_of(pid), time.perf_counter()
+        ready, began_s = resident_mb(pid), time.perf_counter()
         replies: list[Mapping[str, Any]] = [{}] * len(asked.questions)
         numbers = iter(range(len(asked.questions)))
 
@@ -150,12 +150,3 @@ def _served(asked: Asked) -> AbstractContextManager[ServerProcess]:
     # Prompts are to be those of transformers.
     environment = os.environ | {"RAGORDER_MAX_DISPLACEMENT": "0"}
     return server_process(command, "stderr", _ADDRESS, env=environment)
-
-
-def resident_mb_of(process: int) -> float | None:
-    """Return the memory of a process now; None where the system does not report it."""
-    try:
-        pages = int(Path(f"/proc/{process}/statm").read_text("ascii").split()[1])
-    except OSError:
-        return None
-    return round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 1)

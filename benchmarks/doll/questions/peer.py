@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ragorder.benchmarks.common.processes import started
-from ragorder.benchmarks.doll.questions.asking import Asked, Found, reply_of, resident_mb_of
-from ragorder.eval.data.machine import peak_mb
+from ragorder.benchmarks.doll.questions.asking import Asked, Found, reply_of
+from ragorder.eval.data.machine import peak_mb, resident_mb
 from ragorder.eval.engines.base import EngineError
 
 
@@ -51,7 +51,7 @@ def main() -> None:
     given = json.load(sys.stdin)
     peer = Peer(Path(given["model"]), Path(given["corpus"]), given["documents"], given["output_tokens"])
     batch = _fastest(peer, given["warm_up"], given["batches"])
-    ready, began_s = resident_mb_of(os.getpid()), time.perf_counter()
+    ready, began_s = resident_mb(), time.perf_counter()
     for number, reply in peer.serve(given["questions"], batch, given["clients"]):
         _tell({"number": number, **reply})
     total_s = time.perf_counter() - began_s

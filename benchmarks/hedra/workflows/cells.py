@@ -44,8 +44,6 @@ MODELS = {
     "opt-30b": EngineCosts(25.9e-3, 121e-6, 548e-9, capacity_tokens=5_800),
 }
 
-SYSTEM_PROMPT_WORDS = 64
-
 
 def _known(names: str) -> str:
     for name in names.split("+"):

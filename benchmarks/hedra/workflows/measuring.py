@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ragorder import Orderer
 from ragorder.adapters.openai.prompts import OrderedPrompts, PromptRequest
 from ragorder.adapters.workflows import WorkflowPrompts
-from ragorder.benchmarks.hedra.workflows.cells import FAST, MODELS, SEARCH, SYSTEM_PROMPT_WORDS, System, WorkflowsCell
+from ragorder.benchmarks.hedra.workflows.cells import FAST, MODELS, SEARCH, System, WorkflowsCell
 from ragorder.benchmarks.hedra.workflows.script import Embedder, RankedPrompts, Script, WordTokenizer, compiled
 from ragorder.document import Document
 from ragorder.eval.virtual.costs import SearchCosts
@@ -127,6 +127,7 @@ def stage_by_stage(
     return run
 
 
+_SYSTEM_PROMPT_WORDS = 64
 _PROMPT_TOKENS = 256
 _UNBOUNDED = 1_000_000
 _FACTS = (
@@ -160,10 +161,9 @@ async def serve(
     engine = VirtualEngine[PromptRequest](
         costs, lambda request: materials.script.answer(tokenizer.words(request.token_ids or ()))
     )
-    builder = PromptBuilder(" ".join(["rule"] * SYSTEM_PROMPT_WORDS), tokenizer=tokenizer)
     graphs = {name: compiled(name, cell.top_k) for name in dict.fromkeys(workflows)}
     tiers = _tiers(cell, search, materials) if system.fast else None
-    prompts = ordered_prompts(builder, costs.capacity_tokens, engine.cache)
+    prompts = ordered_prompts(tokenizer, costs.capacity_tokens, engine.cache)
     async with AsyncExitStack() as stack:
         if system.transformations is None:
             retrieve = _retrieve(system, search, materials)
@@ -233,9 +233,10 @@ def _search(index: Any, costs: SearchCosts, tiers: VirtualTiers | None) -> Virtu
 
 
 def ordered_prompts(
-    builder: PromptBuilder, capacity_tokens: int | None, cache: Any, learn: Callable[[int], None] | None = None
+    tokenizer: WordTokenizer, capacity_tokens: int | None, cache: Any, learn: Callable[[int], None] | None = None
 ) -> WorkflowPrompts:
     """Return prompts ordered for a cache with blocks like those of `cache`."""
+    builder = PromptBuilder(" ".join(["rule"] * _SYSTEM_PROMPT_WORDS), tokenizer=tokenizer)
     orderer = Orderer(
         tokens=builder.document_tokens,
         prefix_tokens=builder.prefix_tokens,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ragorder.benchmarks.common.served import late_s, mean_s, share_column
+from ragorder.benchmarks.common.served import late_s, mean_s, seed_by_seed, share_column
 from ragorder.benchmarks.common.vectors import embedded
 from ragorder.benchmarks.hedra.workflows.cells import System
 from ragorder.benchmarks.hedra.workflows.experiment import SYSTEMS as VIRTUAL
@@ -23,13 +23,10 @@ from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.retrieval import DenseRetriever
 from ragorder.eval.engines.torch import lacks_torch
-from ragorder.eval.report.declared import Block, Column, Row, TableForm, figure, tables_of
-from ragorder.eval.report.part import Part
-from ragorder.eval.report.statistics import compare_seeds
+from ragorder.eval.report.declared import Block, Column, Row, TableForm, figure
 from ragorder.eval.report.words import format_number, interval_words
 from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.eval.running.load import rotated
-from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 from ragorder.kernels.preprocessing.encoder import default_model
 
@@ -68,10 +65,6 @@ _CAPACITY_REQUESTS = 32
 _BLOCK_SIZE = 32
 _LONGEST = 8192
 _ENGINES = {"torch": "the embedded engine", "vllm": "vLLM"}
-_WORDS = (
-    "Real are FAISS, MiniLM, the engine and their times on this machine; the model's weights are random, and answers "
-    "are scripted: nothing is said about answers. One core searches and one computes.",
-)
 
 
 def _title(block: Block) -> str:
@@ -86,15 +79,10 @@ def _title(block: Block) -> str:
 
 
 def _times_column(our: str) -> Column:
-    """Seeds are drawn, not requests: those of one run wait for one another."""
-
     def entry(row: Row) -> str:
-        sides = row.group.policies.get(row.policy, {}), row.group.policies.get(our, {})
-        common = sorted(sides[0].keys() & sides[1].keys())
-        if not common:
+        found = seed_by_seed(row.group, our, row.policy)
+        if found is None:
             return format_number(None)
-        theirs, ours = ([mean_s(side[seed]) for seed in common] for side in sides)
-        found = compare_seeds(ours, theirs, relative=True)
         times = format_number(1 + found.difference, 2)
         if not found.known or row.policy == our:
             return times
@@ -114,6 +102,10 @@ class WorkflowsLive(Experiment):
     policies: ClassVar[Any] = tuple(SYSTEMS)
     one_job = True
     unit = "runs"
+    words = (
+        "Real are FAISS, MiniLM, the engine and their times on this machine; the model's weights are random, and "
+        "answers are scripted: nothing is said about answers. One core searches and one computes.",
+    )
     packages: ClassVar[Any] = {"faiss": "retrieval"}
     tables = (
         TableForm(
@@ -218,8 +210,3 @@ class WorkflowsLive(Experiment):
         if server.pid is not None and not torch.cuda.is_available():
             bind_server(server.pid)
         return LiveVLLM(server, shape.vocabulary)
-
-
-def make_part(suite: Suite, results: Results) -> Part:
-    tables = tables_of(WorkflowsLive, suite, results)
-    return Part(tables, words=_WORDS if tables else ())

@@ -19,7 +19,8 @@ from ragorder.adapters.embedded import EmbeddedStreams, EngineWorker
 from ragorder.adapters.openai.endpoint import OpenAIStreams
 from ragorder.adapters.openai.pipelined import PromptLoad, WatchedEngine
 from ragorder.adapters.openai.prompts import PromptRequest
-from ragorder.benchmarks.hedra.workflows.cells import SYSTEM_PROMPT_WORDS, System
+from ragorder.benchmarks.common.vectors import index_of
+from ragorder.benchmarks.hedra.workflows.cells import System
 from ragorder.benchmarks.hedra.workflows.measuring import ordered_prompts, play, stage_by_stage
 from ragorder.benchmarks.hedra.workflows.script import Embedder, RankedPrompts, Script, WordTokenizer, compiled
 from ragorder.common.extras import needs
@@ -29,7 +30,6 @@ from ragorder.eval.engines.torch import TorchEngine, TorchModel
 from ragorder.pipelining import AnswerChunk, ContinuousIVF, StreamingEngine
 from ragorder.pipelining.search.scanner import one_thread
 from ragorder.pipelining.workflow import WorkflowServer
-from ragorder.prompt import PromptBuilder
 
 CAPACITY_TOKENS = 32_768
 _TOKEN_BUDGET = 512
@@ -215,19 +215,10 @@ class BatchedSearch:
 
 def large_index(documents: Vectors, vectors: int, clusters: int, nprobe: int) -> Any:
     """By inner product. Vector i is the document i % len(documents), or a jittered copy of it."""
-    import faiss
-
-    size = documents.shape[1]
-    index = faiss.IndexIVFFlat(faiss.IndexFlatIP(size), size, clusters, faiss.METRIC_INNER_PRODUCT)
-    index.cp.min_points_per_centroid = 1
     parts = _with_copies(documents, max(vectors, len(documents)))
     # Copies are alike, so the first ones train it. The rest is never in memory beside the index.
     first = list(islice(parts, 1 + _TRAINED_ON * clusters // len(documents)))
-    index.train(np.concatenate(first))
-    for part in chain(first, parts):
-        index.add(part)
-    index.nprobe = min(nprobe, clusters)
-    return index
+    return index_of(chain(first, parts), clusters, np.concatenate(first), min(nprobe, clusters) / clusters)
 
 
 def _with_copies(documents: Vectors, vectors: int) -> Iterator[Vectors]:
@@ -268,7 +259,6 @@ async def serve_live(
 ) -> Mapping[str, Any]:
     """Return `rows` and `facts` of requests at these times; each system begins with an empty cache."""
     tokenizer = WordTokenizer()
-    builder = PromptBuilder(" ".join(["rule"] * SYSTEM_PROMPT_WORDS), tokenizer=tokenizer)
     graph_of = compiled(workflow, top_k)
 
     def document(id: int) -> Document:
@@ -291,7 +281,7 @@ async def serve_live(
 
             run: Any = stage_by_stage(
                 engine,
-                RankedPrompts(ordered_prompts(builder, CAPACITY_TOKENS, materials.engine)),
+                RankedPrompts(ordered_prompts(tokenizer, CAPACITY_TOKENS, materials.engine)),
                 retrieve,
                 lockstep=system.lockstep,
             )
@@ -303,7 +293,7 @@ async def serve_live(
                 search,
                 materials.embed.compute,
                 document,
-                ordered_prompts(builder, CAPACITY_TOKENS, materials.engine, load.learn),
+                ordered_prompts(tokenizer, CAPACITY_TOKENS, materials.engine, load.learn),
                 transformations=system.transformations(),
                 load=load,
                 extra_tokens=None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from statistics import median
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -53,17 +53,10 @@ class AttentionCell(SeedlessCell):
 class AttentionRecord(Record):
     """One contender on one problem. Column `ms` is empty without a GPU, or for a wrong result."""
 
-    called: ClassVar[str] = "a measurement of attention"
-    is_run: ClassVar[bool] = False
-
-    type: Literal["attention"] = "attention"
-
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        if not (
-            isinstance(self.rows.get("ms"), list) and self.setting and self.facts.keys() >= {"error", "flops", "bytes"}
-        ):
-            raise ValueError("facts or times are missing")
+        if not (isinstance(self.rows.get("ms"), list) and self.setting):
+            raise ValueError("times are missing")
         return self
 
     @property

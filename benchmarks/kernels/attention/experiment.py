@@ -23,8 +23,9 @@ _NO_GPU = "times need a GPU, and there is none here: attention-check checks resu
 
 class Attention(Experiment):
     kind = "attention"
-    record = AttentionRecord
+    base = AttentionRecord
     cell = AttentionCell
+    facts = ("error", "flops", "bytes")
     policies: ClassVar[Any] = (
         "triton",
         "triton unsplit",

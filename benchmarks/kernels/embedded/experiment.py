@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from ragorder.benchmarks.common.served import Speedup
 from ragorder.benchmarks.kernels.embedded.cells import (
@@ -41,10 +41,6 @@ _OTHER_ENGINE = "the embedded engine is measured by itself: run it without --eng
 class EmbeddedRecord(Record):
     """One arm: times and cached tokens of each repetition or request. `facts`: the `profile` that PGDSF had."""
 
-    called: ClassVar[str] = "a measurement of the embedded engine"
-
-    type: Literal["embedded"] = "embedded"
-
     @property
     def columns_needed(self) -> tuple[str, ...]:
         return _COLUMNS + (_SERVED if self.setting.measure == "serving" else ())
@@ -65,8 +61,9 @@ class EmbeddedRecord(Record):
 
 class Embedded(Experiment):
     kind = "embedded"
-    record = EmbeddedRecord
+    base = EmbeddedRecord
     cell = EmbeddedCell
+    runs = True
     one_job = True
     unit = "prompts"
 

@@ -72,10 +72,6 @@ class PipeliningCell(SuiteCell):
 class PipeliningRecord(Record):
     """One cell with one seed: rows by mode and column."""
 
-    called: ClassVar[str] = "a measurement of a pipeline"
-
-    type: Literal["pipelining"] = "pipelining"
-    cell: dict[str, Any]
     rows: dict[str, dict[str, list[Any]]]
     system_tokens: int
 
@@ -103,8 +99,9 @@ class PipeliningRecord(Record):
 
 class Pipelining(Experiment):
     kind = "pipelining"
-    record = PipeliningRecord
+    base = PipeliningRecord
     cell = PipeliningCell
+    runs = True
     policies: ClassVar[Any] = PIPELINE_POLICIES
 
     _facts: ServerFacts | None = None

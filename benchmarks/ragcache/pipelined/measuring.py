@@ -15,6 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from ragorder.adapters.openai.pipelined import OrderedPrompts, PromptRequest
+from ragorder.benchmarks.common.vectors import index_of
 from ragorder.common.extras import needs
 from ragorder.document import Document
 from ragorder.eval.data.corpora import Corpus
@@ -69,21 +70,18 @@ def plan_search(
 ) -> SearchPlan:
     """A search by inner product. "ivf": `ratio` of at most 128 clusters, in stages of `growth` "equal" or "geometric".
     "hnsw": `ratio` is efSearch / 512; each stage has four times the last one's, and starts over. Raises ImportError."""
-    faiss = _faiss()
     if kind == "hnsw":
         target = max(top_k, round(ratio * _EF_FULL))
         schedule = sorted({max(top_k, target // _EF_FACTOR**left) for left in range(stages)})
+        with needs("retrieval", "a real index"):
+            import faiss
         index = faiss.IndexHNSWFlat(vectors.shape[1], _LINKS, faiss.METRIC_INNER_PRODUCT)
         index.add(vectors)
         shares = tuple(each / target for each in schedule)
         return SearchPlan(StagedHNSW(index, schedule=schedule), StagedHNSW(index, target, stages=1), shares)
     clusters = min(_CLUSTERS, len(vectors))
-    quantizer = faiss.IndexFlatIP(vectors.shape[1])
-    index = faiss.IndexIVFFlat(quantizer, vectors.shape[1], clusters, faiss.METRIC_INNER_PRODUCT)
-    index.cp.min_points_per_centroid, index.cp.seed = 1, 1
-    index.train(vectors)
-    index.add(vectors)
-    probes = max(1, round(ratio * clusters))
+    index = index_of([vectors], clusters, vectors, ratio, seed=1)
+    probes = index.nprobe
     counts = _counts(probes, stages, growth)
     plain = StagedIVF(index, growth=[probes])
     return SearchPlan(StagedIVF(index, growth=counts), plain, tuple(count / probes for count in counts))
@@ -124,12 +122,6 @@ def paced(
                 number += 1
 
     return search
-
-
-def _faiss() -> Any:
-    with needs("retrieval", "a real index"):
-        import faiss
-    return faiss
 
 
 MODES = ("none", "speculative")

@@ -15,8 +15,21 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ragorder.benchmarks.ragcache.replacement.streams import SKEWED, DocumentStream, skewed_stream, stream_of_trace
-from ragorder.benchmarks.ragcache.replacement.tiers import HISTORY, REPLACEMENT_POLICIES, Simulated, most_hits, simulate
+from ragorder.benchmarks.ragcache.replacement.streams import (
+    MEAN_TOKENS,
+    SKEWED,
+    DocumentStream,
+    skewed_stream,
+    stream_of_trace,
+)
+from ragorder.benchmarks.ragcache.replacement.tiers import (
+    A10G,
+    HISTORY,
+    REPLACEMENT_POLICIES,
+    Simulated,
+    most_hits,
+    simulate,
+)
 from ragorder.eval.data.corpora import CorpusError
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.trace import trace_of_corpus, trace_of_workload
@@ -26,7 +39,6 @@ from ragorder.eval.running.measures import percentile
 from ragorder.eval.running.record import Record, as_column
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 from ragorder.trie.policies import History, Tier, make_policy
-from ragorder.trie.profile import PrefillProfile
 
 if TYPE_CHECKING:
     from ragorder.eval.running.record import Floats
@@ -34,21 +46,9 @@ if TYPE_CHECKING:
 _EXPONENT = 0.8
 """Of the documents' popularity (Zipf)."""
 
-_MEAN_TOKENS = 3_718
-"""The mean length of the paper's documents."""
-
 _QUESTION_TOKENS = 64
 _Document = tuple[bytes, int]
 """Its id and its tokens."""
-
-_GRID = (0, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
-
-_PROFILE = PrefillProfile(
-    _GRID,
-    _GRID[1:],
-    tuple(tuple(0.025 + new * 2.2e-4 + new * (cached + new / 2) * 3.2e-8 for new in _GRID[1:]) for cached in _GRID),
-)
-"""With the shape of a measured one; its times do not matter here."""
 
 
 def measure_scheduling(*, nodes: int, top_k: int, requests: int, policy: str, seed: int) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def measure_scheduling(*, nodes: int, top_k: int, requests: int, policy: str, se
 
 
 def _requests(rng: random.Random, corpus: int, top_k: int) -> Iterator[list[_Document]]:
-    lengths = [max(1, round(_MEAN_TOKENS * rng.lognormvariate(-0.125, 0.5))) for _ in range(corpus)]
+    lengths = [max(1, round(MEAN_TOKENS * rng.lognormvariate(-0.125, 0.5))) for _ in range(corpus)]
     ladder = list(accumulate((rank + 1) ** -_EXPONENT for rank in range(corpus)))
     while True:
         chosen: dict[int, None] = {}
@@ -98,7 +98,7 @@ def _serve(tier: Tier, documents: Sequence[_Document], capacity: int, counts: Co
         held += 1
     cached_tokens = sum(tokens for _, tokens in documents[:held])
     missing_tokens = sum(tokens for _, tokens in documents[held:])
-    cost = _PROFILE.cost(cached_tokens, missing_tokens + _QUESTION_TOKENS)
+    cost = A10G.cost(cached_tokens, missing_tokens + _QUESTION_TOKENS)
     evicted = tier.evict(tier.used + missing_tokens - capacity, protected=set(keys))
     if evicted is not None:
         for place in range(held, len(keys)):
@@ -200,10 +200,8 @@ class ReplacementCell(SuiteCell):
 class ReplacementRecord(Record):
     """One policy on one stream, request by request, or (`scheduling`) its times."""
 
-    called: ClassVar[str] = "a simulation of tiers"
     identified_by = ("suite", "cell", "seed", "policy")
 
-    type: Literal["replacement"] = "replacement"
     rows: Annotated[dict[str, Any], BeforeValidator(lambda rows: rows or {})] = Field(default_factory=dict)
     facts: Annotated[dict[str, Any], BeforeValidator(lambda facts: facts or {})] = Field(default_factory=dict)
     scheduling: dict[str, Any] | None = None
@@ -249,8 +247,9 @@ class ReplacementRecord(Record):
 
 class Replacement(Experiment):
     kind = "replacement"
-    record = ReplacementRecord
+    base = ReplacementRecord
     cell = ReplacementCell
+    runs = True
     policies: ClassVar[Any] = REPLACEMENT_POLICIES
     unit = "streams"
     counts = "policies"

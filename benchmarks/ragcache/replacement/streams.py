@@ -20,7 +20,8 @@ SKEWED = {"mmlu-like": 0.6, "nq-like": 0.4}
 
 _DOCUMENTS = 10_000
 _POPULAR = 0.03
-_MEAN_TOKENS = 3_718
+MEAN_TOKENS = 3_718
+"""Of a document of the paper's."""
 _SPREAD = 0.8
 _LONGEST = 16_384
 _NEIGHBOURS = 20
@@ -82,7 +83,7 @@ def skewed_stream(name: str, seed: int, *, top_k: int, requests: int) -> Documen
     cumulative = _zipf(_exponent(SKEWED[name]))
     by_popularity = list(range(_DOCUMENTS))
     rng.shuffle(by_popularity)
-    mean = math.log(_MEAN_TOKENS) - _SPREAD**2 / 2
+    mean = math.log(MEAN_TOKENS) - _SPREAD**2 / 2
     tokens = [min(_LONGEST, max(1, round(rng.lognormvariate(mean, _SPREAD)))) for _ in range(_DOCUMENTS)]
     nearness = [1 / rank for rank in range(1, _NEIGHBOURS + 1)]
     neighbours: dict[int, list[int]] = {}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -252,11 +252,6 @@ class TieringCell(SuiteCell):
 class TieringRecord(Record):
     """One arm in one cell with one seed. `sources` are prompt tokens by the source of their KV."""
 
-    called: ClassVar[str] = "a measurement of tiers"
-    columns_of_all = ("ttft_ms", "cached_tokens", "prompt_tokens")
-    facts_needed = ("blocks", "host_bytes", "working_set_tokens")
-
-    type: Literal["tiering"] = "tiering"
     sources: dict[str, int]
 
     @model_validator(mode="after")
@@ -276,8 +271,11 @@ class TieringRecord(Record):
 
 class Tiering(Experiment):
     kind = "tiering"
-    record = TieringRecord
+    base = TieringRecord
     cell = TieringCell
+    columns = ("ttft_ms", "cached_tokens", "prompt_tokens")
+    facts = ("blocks", "host_bytes", "working_set_tokens")
+    runs = True
     one_job = True
     policies: ClassVar[Any] = ARMS
 
@@ -322,7 +320,7 @@ class Tiering(Experiment):
                     "load_average": load_average(),
                     "facts": facts,
                     "sources": turn.hits.as_json(),
-                    "rows": {name: getattr(turn, name) for name in ("ttft_ms", "cached_tokens", "prompt_tokens")},
+                    "rows": {name: getattr(turn, name) for name in self.columns},
                 }
 
     def _start(

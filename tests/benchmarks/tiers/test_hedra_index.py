@@ -12,7 +12,6 @@ np = pytest.importorskip("numpy")
 pytest.importorskip("torch")
 pytest.importorskip("scipy")
 
-from support.suites import page_of, run_suites
 
 from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.benchmarks.hedra.locality import skew
@@ -52,10 +51,3 @@ def test_a_fifth_of_the_clusters_has_most_hits_at_the_papers_skew(index: Any) ->
     times, hit_share = experiment.latencies(index, queries, index.nprobe, tiers, lambda: None, 600)
     assert len(times) == 1200
     assert 0.6 <= hit_share <= 0.75
-
-
-def test_the_suite_runs(tmp_path: Path) -> None:
-    options = ("--seeds", 0, "--limit", 60)
-    run_suites(tmp_path, "hedra-index", *options, vectors=3000, dimensions=16, held="0.2,0.5", corpus="")
-    shown = page_of(tmp_path)
-    assert "An index that memory holds in part: 3,000 random vectors, 69 % in a fifth" in shown
