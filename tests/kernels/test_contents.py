@@ -164,6 +164,15 @@ class TestALease:
         cache.clear()
         assert cache.pool.used_blocks == 0
 
+    def test_finds_and_counts_after_a_clear_what_is_computed_again(self, cache: KnowledgeCache) -> None:
+        cache.clear()
+        assert len(cache.contents) == 0
+        compute(cache, path_of(A))
+        assert len(cache.contents) == 1
+        lease = cache.acquire(path_of(B, C, A), borrow=True)
+        assert [each.copy.node.start for each in lease.borrowed] == [5]
+        cache.release(lease)
+
     def test_keeps_what_it_borrows_until_it_is_given_back(self, cache: KnowledgeCache) -> None:
         lease = cache.acquire(path_of(D, A), borrow=True)
         assert lease.cached_tokens == 5
