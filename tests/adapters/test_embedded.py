@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from support.bodies import Bodies
 from support.commands import run_command
 from support.http_server import Handler, LocalServer
+from support.inside import memory_of
 from support.rings import examples
 from support.serve_process import ServeProcess, launching
 from support.serving_app import serving
@@ -991,7 +992,7 @@ class TestWorker:
         self, load: Load, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         worker = load()
-        monkeypatch.setattr(worker.engine._memory, "hold", lambda tokens: False)
+        monkeypatch.setattr(memory_of(worker.engine), "hold", lambda tokens: False)
         monkeypatch.setattr(TieredEngine, "device_tokens", 1)
         async with reaching(make_engine_app(worker)) as client:
             response = await client.post(COMPLETIONS, json={"prompt": "a"})

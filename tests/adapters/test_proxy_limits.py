@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 import pytest
+from support.far_end import WHOLE, Answer, FarEnd, Request, answer_json
 from support.waiting import eventually
 
 from ragorder import Orderer
@@ -40,49 +42,25 @@ from ragorder.adapters.proxy.workers import Workers
 pytestmark = pytest.mark.merge
 
 CHAT = "/v1/chat/completions"
-ANSWER = json.dumps({"choices": [{"message": {"content": "yes"}}]}).encode()
+ANSWER = json.dumps(WHOLE).encode()
 TEXTS = {name: f"{name} is a document about {name}. " * 2000 for name in "abc"}
 
 
-class FarEnd(httpx2.AsyncBaseTransport):
-    """The proxy's server, without a network. It answers at once, never on /never, and without end on /endless; `left`
-    counts the answers that were given up."""
+class Upstream(FarEnd):
+    """The proxy's server. It answers at once, never on /never, and without end on /endless."""
 
     def __init__(self) -> None:
-        self.bodies: list[bytes] = []
-        self.left = 0
+        super().__init__()
         self.held = threading.Event()
 
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        self.bodies.append(await request.aread())
-        path = request.extensions["target"].decode()
-        if path.endswith("/never"):
-            try:
-                await asyncio.sleep(600)
-            finally:
-                self.left += 1
-        if path.endswith("/endless"):
-            return httpx2.Response(200, content=self.endless())
-        if path.endswith("/held"):
-            return httpx2.Response(200, content=self.until_told())
-        return httpx2.Response(200, headers={"content-length": str(len(ANSWER))}, content=self.whole())
-
-    async def whole(self) -> AsyncIterator[bytes]:
-        yield ANSWER
-
-    async def endless(self) -> AsyncIterator[bytes]:
-        try:
-            while True:
-                yield b"x" * (1 << 16)
-                await asyncio.sleep(0)
-        finally:
-            self.left += 1
-
-    async def until_told(self) -> AsyncIterator[bytes]:
-        yield b"begun"
-        while not self.held.is_set():
-            await asyncio.sleep(0.01)
-        yield b"ended"
+    def play(self, request: Request) -> Answer:
+        chunks: dict[str, Iterable[Any]] = {
+            "never": [threading.Event()],
+            "endless": itertools.repeat(b"x" * (1 << 16)),
+            "held": [b"begun", self.held, b"ended"],
+        }
+        path = request.target.rpartition("/")[2]
+        return Answer(chunks[path]) if path in chunks else answer_json(WHOLE)
 
 
 class Served:
@@ -115,8 +93,9 @@ class Served:
 class Site:
     """Starts proxies, and keeps what is open, to close it in the end."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.far_end = FarEnd()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, serve: Callable[[Any], str]) -> None:
+        self.far_end = Upstream()
+        self.url = serve(self.far_end)
         self.budgets: list[MemoryBudget] = []
         self._served: list[Served] = []
         make_budget = MemoryBudget.__init__
@@ -134,8 +113,7 @@ class Site:
     def start(self, *, client_s: float = 30.0, connections: int = 100, orderer: Any = None, **options: Any) -> Served:
         app = make_app(
             orderer or Orderer(block_size=16, strict=True),
-            upstream="http://far-end",
-            make_transport=lambda: self.far_end,
+            upstream=self.url,
             timeouts=Timeouts(client_s=client_s),
             **options,
         )
@@ -148,8 +126,8 @@ class Site:
 
 
 @pytest.fixture
-def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    site = Site(monkeypatch)
+def site(monkeypatch: pytest.MonkeyPatch, serve: Callable[[Any], str]) -> Iterator[Site]:
+    site = Site(monkeypatch, serve)
     yield site
     site.stop()
 
@@ -323,7 +301,7 @@ class TestAnswers:
         served = site.start(client_s=0.5, admission=AdmissionQueue(2))
         unread = [served.connect(head("/v1/endless", 2) + b"{}", small=True) for _ in range(2)]
         assert answered(served.connect(head(CHAT, 2) + b"{}"))
-        assert site.far_end.left >= 1
+        assert site.far_end.left.is_set()
         assert len(unread) == 2
 
     @pytest.mark.slow
@@ -333,14 +311,15 @@ class TestAnswers:
         while time.monotonic() < deadline:
             assert connection.recv(1 << 20)
             time.sleep(0.05)
-        assert site.far_end.left == 0
+        assert not site.far_end.left.is_set()
 
     def test_requests_in_advance_are_not_kept_without_end(self, site: Site) -> None:
         connection = site.start().connect(head("/v1/never", method="GET"))
+        assert site.far_end.begun.wait(60)
         with suppress(ConnectionError):
             connection.sendall(head("/v1/models", method="GET") * 5000)
         assert rest(connection) == b""
-        assert eventually(lambda: site.far_end.left == 1)
+        assert site.far_end.left.wait(60)
 
 
 class TestConnections:
