@@ -22,7 +22,7 @@ for _module in ("faiss", "numpy", "prometheus_client"):
 
 import faiss
 import numpy as np
-from support.inside import cache_of, runner_of
+from support.inside import cache_of, runner_of, sequences_of
 
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.batching import BatchingMetrics, ordered_batches
@@ -271,7 +271,7 @@ class TestAModelThatStreams:
         compute = runner_of(engine).compute
 
         def short(chunks: Any) -> Any:
-            if len(engine._sequences) > 1:
+            if len(sequences_of(engine)) > 1:
                 raise MemoryError
             return compute(chunks)
 

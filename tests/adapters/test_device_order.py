@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import blocks_of, connector_without_engine, requests_in
 from support.rings import examples
 
 from ragorder.adapters.request_facts import RequestFacts
@@ -155,14 +156,15 @@ class Device:
         if self.order is None or self.order.failures:
             return
         order = self.order
+        keys, spare = blocks_of(order)
         assert order.cached == len(self.tier) == self.tier.used  # type: ignore[arg-type, union-attr]
         for block in self.pool.blocks:
-            key = order._keys.get(block.block_id)
+            key = keys.get(block.block_id)
             if key is not None and key == block.block_hash:
                 node = self.tier.get(key)  # type: ignore[union-attr]
                 assert node is not None and node.pins == (block.ref_cnt > 0)
             elif not block.ref_cnt and block.block_hash is not None:
-                assert block.block_id in order._spare
+                assert block.block_id in spare
 
 
 class TestWhatGoesFirst:
@@ -503,19 +505,16 @@ class TestTheConnector:
         """One without an engine: the host has 8 tokens for each request, and a new token costs 1 s per cached one."""
         vllm()
         from ragorder.adapters.vllm_tiers import TierSettings
-        from ragorder.adapters.vllm_tiers.ordered_connector import DeviceOrderConnector
 
-        connector = DeviceOrderConnector.__new__(DeviceOrderConnector)
-        connector._bounding_group_ids = ()
-        connector.connector_scheduler = SimpleNamespace(
-            get_num_new_matched_tokens=lambda request, cached, max_num_new_tokens: (8, True),
-            request_finished=lambda request: (False, None),
+        return connector_without_engine(
+            TierSettings(host_bytes=1 << 20),
+            SimpleNamespace(cost=lambda cached, new: float(cached) if new == 40 - cached else -1.0),
+            connector_scheduler=SimpleNamespace(
+                get_num_new_matched_tokens=lambda request, cached, max_num_new_tokens: (8, True),
+                request_finished=lambda request: (False, None),
+            ),
+            device_order=SimpleNamespace(finished=lambda *facts: told.append(facts)),
         )
-        connector._cached_tokens = {}
-        connector._tier_settings = TierSettings(host_bytes=1 << 20)
-        connector._profile = SimpleNamespace(cost=lambda cached, new: float(cached) if new == 40 - cached else -1.0)
-        connector.device_order = SimpleNamespace(finished=lambda *facts: told.append(facts))
-        return connector
 
     def request(self, **fields: Any) -> Any:
         usual = {"num_preemptions": 0, "skip_reading_prefix_cache": False, "kv_transfer_params": None}
@@ -526,7 +525,7 @@ class TestTheConnector:
         assert connector.get_num_new_matched_tokens(request, 16) == (8, True)
         assert connector.request_finished_all_groups(request, ([1, 2, 3],)) == (False, None)
         assert told == [([1, 2, 3], 24, 24.0, RequestFacts())]
-        assert connector._cached_tokens == {}
+        assert requests_in(connector) == {}
 
     def test_cached_tokens_are_from_before_preemption_or_none_if_skipped(self, connector: Any, told: list[Any]) -> None:
         skipping = self.request(skip_reading_prefix_cache=True)

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.inside import chunk_file, is_closing, store_of, threads_of
 
 from ragorder.adapters.vllm.kv_events import EventCounters, EventReader
 from ragorder.adapters.vllm_tiers import TierSettings
@@ -299,11 +300,11 @@ class TestWhatLeavesHostMemoryComesBackFromDisk:
         context, keys = served.request("abcd")
         blocked = threading.Event()
         for _ in range(2):
-            served.disk._threads.add(ChunkJob(None, 1, lambda _: blocked.wait(60), urgent=True))
+            threads_of(served.disk).add(ChunkJob(None, 1, lambda _: blocked.wait(60), urgent=True))
         for key in keys:
             assert served.manager.lookup(key, context) is vllm().LookupResult.HIT_PENDING
         served.step()
-        assert not served.disk._store.write(b"another", bytes(CHUNK_BYTES))
+        assert not store_of(served.disk).write(b"another", bytes(CHUNK_BYTES))
         blocked.set()
         assert served.look_up(context, keys) == 4
 
@@ -314,8 +315,7 @@ class TestABadChunkIsComputedAgain:
         served = engine()
         served.serve("abcd")
         served.serve("wxyz")
-        store = served.disk._store
-        path = tmp_path / "disk" / "chunks" / store._index.chunks[chunks("abcd")[2]].name.path
+        path = tmp_path / "disk" / "chunks" / chunk_file(served.disk, chunks("abcd")[2])
         if damage == "flip":
             data = bytearray(path.read_bytes())
             data[5000] ^= 4
@@ -556,7 +556,7 @@ class TestJobs:
         assert begun.wait(60)
         closing = threading.Thread(target=threads.close)
         closing.start()
-        while not threads._closing:
+        while not is_closing(threads):
             time.sleep(0.001)
         go_on.set()
         closing.join(60)

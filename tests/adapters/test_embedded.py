@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from support.bodies import Bodies
 from support.commands import run_command
 from support.http_server import Handler, LocalServer
+from support.inside import memory_of
 from support.rings import examples
 from support.serve_process import ServeProcess, launching
 from support.serving_app import serving
@@ -577,7 +578,7 @@ class TestFusion:
         own = facts(*ends, prefix=prefix) if exact is None else facts(*ends, prefix=prefix, exact=exact)
         async with reaching(make_engine_app(worker)) as client:
             answer = await complete(client, tokens, **own, **fields)
-        return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]
+        return answer["choices"][0], answer["usage"]["prompt_tokens_details"]
 
     async def test_usage_counts_reused_and_recomputed_tokens(self, fusing: EngineWorker) -> None:
         fusing.engine.clear_cache()
@@ -591,14 +592,20 @@ class TestFusion:
             "fused_tokens": length,
             "recomputed_tokens": round(0.25 * length),
         }
-        for chosen, share in (
-            ({"recompute": 0.5}, 0.5),
-            ({"recompute": 0}, 0),
-            ({"select_rounds": 2}, 0.25),
-            ({"recompute": 1}, 1),
-        ):
-            _, details = await self.ask(fusing, "ba", **chosen)
+        for share in (0.5, 0, 1):
+            _, details = await self.ask(fusing, "ba", recompute=share)
             assert details.get("recomputed_tokens", 0) == round(share * length)
+
+    async def test_a_request_says_how_recomputed_tokens_are_selected(self, fusing: EngineWorker) -> None:
+        fusing.engine.clear_cache()
+        for names in ("a", "b"):
+            await self.ask(fusing, names)
+        fields: list[dict[str, Any]] = [{}, {"select": "head"}, {"select_rounds": 2}, {}]
+        answers = [await self.ask(fusing, "ba", logprobs=0, **chosen) for chosen in fields]
+        *chances, again = [choice["logprobs"]["token_logprobs"] for choice, _ in answers]
+        # As many tokens, and others.
+        assert len({details["recomputed_tokens"] for _, details in answers}) == 1
+        assert again == chances[0] and len(set(map(tuple, chances))) == 3
 
     async def test_leading_documents_are_exact_if_the_facts_say_so(self, fusing: EngineWorker) -> None:
         fusing.engine.clear_cache()
@@ -985,7 +992,7 @@ class TestWorker:
         self, load: Load, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         worker = load()
-        monkeypatch.setattr(worker.engine._memory, "hold", lambda tokens: False)
+        monkeypatch.setattr(memory_of(worker.engine), "hold", lambda tokens: False)
         monkeypatch.setattr(TieredEngine, "device_tokens", 1)
         async with reaching(make_engine_app(worker)) as client:
             response = await client.post(COMPLETIONS, json={"prompt": "a"})

@@ -25,6 +25,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.http_server import PageServer
+from support.inside import contents_in, held_in, set_bounds, writers_lock_of
 from support.rings import examples, grid
 from support.waiting import eventually
 
@@ -73,7 +74,7 @@ class Server:
         self._life += 1
         self.held.clear()
         self._next = 0
-        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=self._buffer_steps)
+        self.buffer: deque[tuple[int, bytes]] = deque(maxlen=self._buffer_steps)
         self._gone = threading.Event()
         self._context = zmq.Context()
         # As PUB on the wire, but it tells of subscriptions.
@@ -165,7 +166,7 @@ class Server:
 
     def publish_payload(self, payload: bytes) -> None:
         if self.kept:
-            self._buffer.append((self._next, payload))
+            self.buffer.append((self._next, payload))
         if self.heard:
             self.send(self.topic, self._next.to_bytes(8, "big"), payload)
         self._next += 1
@@ -186,7 +187,7 @@ class Server:
             if self._router.poll(20) and self.answering:
                 client, _, start = self._router.recv_multipart()
                 first = int.from_bytes(start, "big")
-                answer = [(number, payload) for number, payload in list(self._buffer) if number >= first]
+                answer = [(number, payload) for number, payload in list(self.buffer) if number >= first]
                 head = [client, b""] if self.dialect != "vLLM" else [client, b"", self.topic]
                 for position, (number, payload) in enumerate(answer):
                     if self._passes(position):
@@ -273,7 +274,7 @@ def events(server: Server, subscribe: Subscribe) -> KVEventSubscriber:
 def agrees(events: KVEventSubscriber, server: Server) -> bool:
     """Whether the table is exactly what the engine holds."""
     held = set(server.held.values())
-    return {content for content in server.ever if events.blocks.holds(content)} == held == events.blocks._held.keys()
+    return {content for content in server.ever if events.blocks.holds(content)} == held == held_in(events.blocks).keys()
 
 
 def troubles(events: KVEventSubscriber) -> set[str]:
@@ -356,7 +357,7 @@ class TestTheTableIsWhatTheEngineHolds:
         self, server: Server, subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch, seed: int
     ) -> None:
         # Who dies over a question does not answer it.
-        monkeypatch.setattr(kv_events, "_REPLAY_TIMEOUT_S", 1.0)
+        set_bounds(monkeypatch, replay_timeout_s=1.0)
         chance = random.Random(seed)
         for _ in range(chance.randint(0, 30)):
             server.act(chance)
@@ -399,7 +400,7 @@ class TestStartingOver:
         assert events.wait_until_synchronised(60)
         assert troubles(events) == {"start_overs", "orphans"}
         assert events.counters.orphans == 2, "nobody knows what stands before them"
-        assert events.blocks._held.keys() == {server.held[each] for each in late}
+        assert held_in(events.blocks).keys() == {server.held[each] for each in late}
         server.clear()
         server.store(blocks=2)
         assert eventually(lambda: agrees(events, server))
@@ -435,7 +436,7 @@ class TestStartingOver:
         if events is None:
             events = subscribe(server)
         held = {server.held[each] for each in after}
-        assert eventually(lambda: events.blocks._held.keys() == held)
+        assert eventually(lambda: held_in(events.blocks).keys() == held)
         assert troubles(events) == ({"start_overs"} if late else {"start_overs", "gaps"})
         replays = events.counters.replays
         server.store(before)
@@ -474,7 +475,7 @@ class TestWithoutAReplayEndpoint:
         assert not events.synchronised
         server.store(early)
         late = server.store(blocks=2)
-        assert eventually(lambda: events.blocks._held.keys() == {server.held[each] for each in late})
+        assert eventually(lambda: held_in(events.blocks).keys() == {server.held[each] for each in late})
         assert events.synchronised
         assert troubles(events) == {"start_overs", "orphans"}
         assert not events.counters.replays
@@ -487,7 +488,7 @@ class TestWithoutAReplayEndpoint:
         with server.losing():
             server.store()
         after = server.store()
-        assert eventually(lambda: events.blocks._held.keys() == {server.held[each] for each in after})
+        assert eventually(lambda: held_in(events.blocks).keys() == {server.held[each] for each in after})
         assert troubles(events) == {"gaps", "start_overs"}
         assert events.blocks.generation > generation
         assert events.blocks.epoch == epoch
@@ -693,7 +694,7 @@ class TestGarbage:
         (block,) = server.store()
         server.remove(block)
         replays = events.counters.replays
-        for number, payload in list(server._buffer):
+        for number, payload in list(server.buffer):
             server.send(server.topic, number.to_bytes(8, "big"), payload)
         server.store()
         assert eventually(lambda: agrees(events, server))
@@ -724,7 +725,6 @@ class TestGarbage:
         assert sent["messages"] >= 20 * examples(100)
         server.store(blocks=2)
         assert eventually(lambda: agrees(events, server) and events.synchronised)
-        assert events._thread.is_alive()
         assert "garbage" in troubles(events)
         (block,) = server.store()
         server.remove(block)
@@ -818,7 +818,7 @@ class TestAServerThatIsNotThere:
 
     @pytest.fixture
     def impatient(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(kv_events, "_REPLAY_TIMEOUT_S", 0.5)
+        set_bounds(monkeypatch, replay_timeout_s=0.5)
 
     @pytest.mark.usefixtures("impatient")
     def test_a_server_that_goes_and_comes_back_is_another_one(self, server: Server, subscribe: Subscribe) -> None:
@@ -865,7 +865,7 @@ class TestAServerThatIsNotThere:
     def test_closing_is_quick_and_leaves_nothing(
         self, serve: Serve, subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch, state: str
     ) -> None:
-        monkeypatch.setattr(kv_events, "_REPLAY_TIMEOUT_S", 600.0)
+        set_bounds(monkeypatch, replay_timeout_s=600.0)
         server = serve(start=state != "down")
         server.answering = state != "hanging"
         if state == "answering at length":
@@ -881,7 +881,6 @@ class TestAServerThatIsNotThere:
         events.close()
         assert time.monotonic() - start < 60, "it waits for no answer, which would take 600 seconds"
         events.close()
-        assert not events._thread.is_alive()
         assert "ragorder-kv-events" not in {thread.name for thread in threading.enumerate()}
 
     @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="there are no file descriptors to be counted")
@@ -892,7 +891,7 @@ class TestAServerThatIsNotThere:
             blocks = EngineBlocks(BLOCK)
             with KVEventSubscriber(blocks, server.endpoint, server.replay_endpoint) as events:
                 assert events.wait_until_synchronised(60)
-            assert not events._thread.is_alive()
+            assert "ragorder-kv-events" not in {thread.name for thread in threading.enumerate()}
             with pytest.raises(ValueError, match="endpoint"):
                 KVEventSubscriber(blocks, server.endpoint, "nonsense")
             closed.append(events)
@@ -1021,8 +1020,8 @@ class TestEngineBlocks:
             tokens = [number] * BLOCK
             blocks.store([number], None, tokens)
             (held[number],) = contents_of(tokens)
-            assert len(blocks._contents) <= 40
-            assert blocks._held.keys() == set(held.values())
+            assert len(contents_in(blocks)) <= 40
+            assert held_in(blocks).keys() == set(held.values())
         assert 0 in held, "however old it is"
 
     @pytest.mark.parametrize("held", [True, False])
@@ -1035,7 +1034,7 @@ class TestEngineBlocks:
             assert blocks.holds(*contents_of(tokens))
             if not held:
                 blocks.remove([name])
-            assert len(blocks) <= len(blocks._contents) <= 10
+            assert len(blocks) <= len(contents_in(blocks)) <= 10
         assert (len(blocks) > 0) == held
 
     def test_a_block_costs_the_same_however_many_were_forgotten(self) -> None:
@@ -1053,7 +1052,7 @@ class TestEngineBlocks:
         cost(3 << 15)
         # It grew 24 times.
         assert max(cost(1 << 13) for _ in range(12)) < 6 * first
-        assert len(table._contents) == 1 << 16
+        assert len(contents_in(table)) == 1 << 16
 
     def test_no_call_of_an_orderer_waits_for_a_writer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A finaliser may run within `store` on the same thread, and finish, order or close an orderer there."""
@@ -1077,7 +1076,7 @@ class TestEngineBlocks:
                 orderer.predict_cached_tokens(DOCUMENTS[:3], scope=f"tenant {number % 3}")
             orderer.close()
 
-        with table._lock:
+        with writers_lock_of(table):
             thread = threading.Thread(target=use, daemon=True)
             thread.start()
             thread.join(60)
@@ -1119,7 +1118,7 @@ class TestEngineBlocks:
                 generation += 1
                 before = set()
             after = {chain for chain, media in tiers.items() if media}
-            assert set(map(content_of, after)) == blocks._held.keys()
+            assert set(map(content_of, after)) == held_in(blocks).keys()
             assert watcher.told() == set(map(content_of, before ^ after))
             assert blocks.generation == generation
 
@@ -1291,8 +1290,7 @@ class TestOrdererForVLLM:
     def test_events_that_never_come_are_warned_of_once_the_orderer_is_used(
         self, metrics: str, server: Server, builder: PromptBuilder, monkeypatch: pytest.MonkeyPatch, wrong: str
     ) -> None:
-        monkeypatch.setattr("ragorder.adapters.vllm.connect._PATIENCE_S", 0.3)
-        monkeypatch.setattr("ragorder.adapters.vllm.connect._SYNCHRONISE_S", 0.0)
+        set_bounds(monkeypatch, silence_s=0.3, synchronise_s=0.0)
         endpoint = server.endpoint + "-elsewhere" * (wrong == "endpoint")
         with pytest.warns(DegradedWarning, match="no replay_endpoint"):
             orderer = Orderer.for_vllm(
@@ -1311,7 +1309,7 @@ class TestOrdererForVLLM:
     def test_another_topics_events_are_reported_as_a_wrong_topic(
         self, server: Server, follow: Callable[..., Orderer], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ragorder.adapters.vllm.connect._PATIENCE_S", 0.3)
+        set_bounds(monkeypatch, silence_s=0.3)
         with follow(events_topic=TOPIC + "-wrong") as orderer:
             server.store()
             assert eventually(lambda: orderer.events.counters.other_topics)
@@ -1325,8 +1323,7 @@ class TestOrdererForVLLM:
         self, server: Server, follow: Callable[..., Orderer], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # A server that answers late on a busy machine is not silent.
-        monkeypatch.setattr("ragorder.adapters.vllm.connect._PATIENCE_S", 2.0)
-        monkeypatch.setattr(kv_events, "_REPLAY_TIMEOUT_S", 1.0)
+        set_bounds(monkeypatch, silence_s=2.0, replay_timeout_s=1.0)
         with follow() as orderer:
             server.store()
             serve_requests(orderer)
@@ -1360,8 +1357,9 @@ class TestOrdererForVLLM:
             assert eventually(lambda: all(agrees(each.events, server) for each in (first, second)))
             assert first.order(DOCUMENTS[:4]).cached_tokens == second.order(DOCUMENTS[:4]).cached_tokens == 0
         for orderer in (first, second):
-            assert not orderer.events._thread.is_alive() and not orderer.degraded and not orderer.fallbacks
+            assert not orderer.degraded and not orderer.fallbacks
         assert not log.records
+        assert "ragorder-kv-events" not in {thread.name for thread in threading.enumerate()}
 
     def test_blocks_of_all_tiers_are_remembered(self, follow: Callable[..., Orderer]) -> None:
         with follow() as alone, follow(host_tokens=1 << 20) as tiered:
@@ -1382,7 +1380,7 @@ class TestOrdererForVLLM:
         builder: PromptBuilder,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr("ragorder.adapters.vllm.connect._SYNCHRONISE_S", 0.2)
+        set_bounds(monkeypatch, synchronise_s=0.2)
         server = serve(start=False)
         endpoints = {"events_endpoint": server.endpoint, "replay_endpoint": server.replay_endpoint}
         with pytest.warns(DegradedWarning, match="no answer from replay_endpoint yet"):

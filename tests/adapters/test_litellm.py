@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
+from support.inside import plan_of, set_bounds
 
 from ragorder import Orderer, PromptBuilder
 from ragorder.ordering import RequestOutcome
@@ -32,7 +33,6 @@ from support.waiting import eventually
 
 from ragorder.adapters.cloud_orderers import CloudOrderers
 from ragorder.adapters.litellm import DocumentTemplate, OrderDocuments, RepeatedDocuments
-from ragorder.adapters.litellm import callback as module
 from ragorder.adapters.proxy.bodies.parsed import digest_of
 
 SERVED = RequestOutcome(True, CACHED, PROMPT + COMPLETION, PROMPT)
@@ -341,7 +341,7 @@ class TestOutcomes:
     async def test_those_without_an_event_are_bounded_and_count_as_served(
         self, callback: OrderDocuments, orderer: RecordingOrderer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(module, "_MOST_PENDING", 5)
+        set_bounds(monkeypatch, pending_calls=5)
         for number in range(20):
             await hook(callback, {"messages": [user(f"{asked('ab')} {number}")]})
         assert orderer.finished == [RequestOutcome(True)] * 15
@@ -417,8 +417,7 @@ class TestClouds:
         ordered = await hook(callback, self.chat("abc", "claude-opus-5"))
         found = clouds.of("claude-opus-5")
         assert found is not None
-        (sent,) = callback._pending.values()
-        plan = sent._ordering.cloud._plan  # type: ignore[union-attr]
+        plan = plan_of(callback)
         opening = {"choices": [{"delta": {"role": "assistant"}}]}
         chunks = [opening, {"choices": [{"delta": {"content": "yes"}}]}, {"choices": []}]
 

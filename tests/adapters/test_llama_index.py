@@ -115,7 +115,7 @@ class TestPostprocessorContract(_LlamaIndexContract):
         return nodes
 
     async def aorder(self, adapter: Any, documents: list[NodeWithScore]) -> list[NodeWithScore]:
-        nodes: list[NodeWithScore] = await adapter._apostprocess_nodes(documents)
+        nodes: list[NodeWithScore] = await adapter.apostprocess_nodes(documents)
         return nodes
 
 

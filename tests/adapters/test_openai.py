@@ -22,6 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.http_server import Handler, LocalServer
+from support.inside import turns_in
 
 from ragorder import Document, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.openai import Answer, AsyncOrderedClient, OrderedClient
@@ -1287,7 +1288,7 @@ class TestConversation:
             finished(made, conversation.ask("And?", [Document(f"n{number}", "Text.")]))
             conversation.messages = [conversation.messages[0], *conversation.messages[-4:]]
         assert len(conversation.earlier(conversation.messages)) == 2
-        assert len(conversation._sent) == 3
+        assert len(turns_in(conversation)) == 3
 
     def test_what_cannot_be_a_conversation_is_refused(self, connect: Connect, tokenizers: dict[str, Any]) -> None:
         ids = connect(prompts="token_ids", builder=PromptBuilder(tokenizer=tokenizers["chatml"]))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import re
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.inside import engine_of, load_of, ordering_of
 
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer
@@ -329,7 +331,7 @@ class TestNothingIsLeftOnTheServer:
     def is_finished(self, one: PipelinedClient, ledger: Ledger) -> None:
         assert ledger.open == 0
         # Our own count: the server's gauges may still show what was aborted a moment ago.
-        assert one._pipeline.load is not None and one._pipeline.load._pending == 0
+        assert load_of(one).pending == 0
 
 
 @pytest.mark.vllm
@@ -439,7 +441,7 @@ class TestAServerThatFails:
         far_end.play = lambda body: how if len(far_end.requests) == 1 else "answer"
 
         async def has_failed() -> None:
-            while not far_end.requests or one._pipeline._engine.running:
+            while not far_end.requests or engine_of(one).running:
                 await asyncio.sleep(0.002)
 
         one = made(played([0], has_failed, [0]))
@@ -457,7 +459,7 @@ class TestAServerThatFails:
         one = made(played([0], [1], [1]))
         with pytest.raises((openai.APIConnectionError, httpx.TransportError)):
             await one.answer("What is kept?")
-        assert one._pipeline.load is not None and one._pipeline.load.pending == 0
+        assert load_of(one).pending == 0
         # A prompt whose first token came was computed, whatever became of the answer.
         assert ledger.open == 0 and [outcome.served for outcome in ledger.finished] == [how == "cut"]
 
@@ -477,7 +479,7 @@ class TestAServerThatFails:
         one = made(played([0], lambda: is_held(1), [1], lambda: is_held(2), RuntimeError("index"), [1]))
         with pytest.raises(RuntimeError, match="index"):
             await one.answer("What is kept?")
-        assert one._pipeline.load is not None and one._pipeline.load.pending == 0
+        assert load_of(one).pending == 0
         await nothing_left()
         assert far_end.held == 0 and len(far_end.requests) == 2 and ledger.open == 0
 
@@ -607,7 +609,7 @@ class TestPrompts:
             committed = prompts.commit(question, found)
             assert committed.request == predicted
             assert predicted != prompts.preview(Question("Else?"), found)
-            moved += list(committed._ordering.permutation) != list(range(4))
+            moved += list(ordering_of(committed).permutation) != list(range(4))
             committed.confirm(None)
         assert moved > 20
 
@@ -619,7 +621,7 @@ class TestPrompts:
         for found in (DOCUMENTS[4:6], DOCUMENTS[:3]):
             prompts.commit(Question("What?"), found).confirm(None)
         committed = prompts.commit(Question("And?"), DOCUMENTS[:3])
-        committed.confirm(TimedUsage(200, 0, 4, "stop", committed._ordered_s - ahead_s))
+        committed.confirm(TimedUsage(200, 0, 4, "stop", time.perf_counter() - ahead_s))
         assert orderer.order(DOCUMENTS[4:6]).prefix_documents == older
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -5, 10**400, 1 << 32, True, "x", [], {}])

@@ -15,9 +15,9 @@ import subprocess
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from support import sent_requests
+from support.far_end import Answer, FarEnd, answer_events
 from support.rings import grid
 from support.sent_requests import (
     CERTIFICATES,
@@ -50,7 +51,6 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 import httpx2
-import uvicorn
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
@@ -65,143 +65,9 @@ WHOLE = json.dumps({"choices": [{"message": {"content": "yes"}}], "usage": USAGE
 LAST = b'data: {"choices":[],"usage":%s}\n\ndata: [DONE]\n\n' % json.dumps(USAGE).encode()
 
 
-@dataclass
-class Request:
-    """A request as the upstream server got it."""
-
-    method: str
-    target: str
-    headers: list[tuple[str, str]]
-    body: bytes
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    def header(self, name: str) -> list[str]:
-        return [value for each, value in self.headers if each == name]
-
-
-@dataclass
-class FarEnd:
-    """The proxy's server: keeps what it gets, and answers what it is told. Its head comes with its first bytes. A
-    number among the chunks is a pause, an event is waited for, and None breaks the connection. `reached` is set by a
-    request's head, `begun` by its whole body; `received` is as much of it as came."""
-
-    status: int = 200
-    headers: Sequence[tuple[str, str]] = (("content-type", "application/json"),)
-    chunks: Sequence[bytes | float | threading.Event | None] = (WHOLE,)
-    requests: list[Request] = field(default_factory=list)
-    received: bytes = b""
-    reached: threading.Event = field(default_factory=threading.Event)
-    begun: threading.Event = field(default_factory=threading.Event)
-    left: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def last(self) -> Request:
-        return self.requests[-1]
-
-    def events(self, *chunks: bytes | float | threading.Event | None) -> None:
-        """Answer with server-sent events."""
-        self.headers = [("content-type", "text/event-stream; charset=utf-8")]
-        self.chunks = chunks
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        body, more = b"", True
-        self.reached.set()
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                self.left.set()
-                return
-            self.received = body = body + message.get("body", b"")
-            more = message.get("more_body", False)
-        target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
-        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
-        self.requests.append(Request(scope["method"], target.decode(), headers, body))
-        self.begun.set()
-        watching = asyncio.create_task(self._watch(receive))
-        answer = asyncio.create_task(self._answer(send))
-        await asyncio.wait([watching, answer], return_when=asyncio.FIRST_COMPLETED)
-        watching.cancel()
-        answer.cancel()
-
-    async def _watch(self, receive: Any) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.left.set()
-
-    async def _answer(self, send: Any) -> None:
-        begun = False
-        for chunk in self.chunks:
-            if chunk is None:
-                return
-            if isinstance(chunk, bytes):
-                if not begun:
-                    headers = [(name.encode(), value.encode("latin-1")) for name, value in self.headers]
-                    await send({"type": "http.response.start", "status": self.status, "headers": headers})
-                begun = True
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            elif isinstance(chunk, threading.Event):
-                while not chunk.is_set():
-                    await asyncio.sleep(0.005)
-            else:
-                await asyncio.sleep(chunk)
-        await send({"type": "http.response.body", "body": b""})
-
-
-class Stage:
-    """A real server on a port of its own, whose application can be replaced."""
-
-    def __init__(self) -> None:
-        self.app: Any = None
-        listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        headers: dict[str, Any] = {"server_header": False, "date_header": False}
-        # The parser that `ragorder serve` has, whatever is installed.
-        config = uvicorn.Config(
-            self, http="h11", log_config=None, access_log=False, ws="none", lifespan="off", **headers
-        )
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listening]}, daemon=True)
-        self._thread.start()
-        assert eventually(lambda: self._server.started)
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self.app(scope, receive, send)
-
-    def stop(self) -> None:
-        self._server.should_exit = self._server.force_exit = True
-        self._thread.join(60)
-
-
-@pytest.fixture(scope="module")
-def stages() -> Iterator[list[Stage]]:
-    """Servers that are free."""
-    free: list[Stage] = []
-    yield free
-    for stage in free:
-        stage.stop()
-
-
-@pytest.fixture
-def serve(stages: list[Stage]) -> Iterator[Callable[[Any], str]]:
-    """Serves ASGI applications; gives their addresses."""
-    taken: list[Stage] = []
-
-    def serve(app: Any) -> str:
-        stage = stages.pop() if stages else Stage()
-        taken.append(stage)
-        stage.app = app
-        return stage.url
-
-    yield serve
-    stages += taken
-
-
 @pytest.fixture
 def far_end() -> FarEnd:
-    return FarEnd()
+    return FarEnd(Answer([WHOLE]))
 
 
 @pytest.fixture
@@ -784,7 +650,7 @@ class TestCompressedBodies:
     def test_unpacked_bytes_count_with_all_bodies(self, start: Start, far_end: FarEnd) -> None:
         """One alone always has room; a second one waits until the first was sent."""
         proxy = start(bodies_limit=1 << 20)
-        far_end.status = 200
+        far_end.answer.status = 200
         with socket.create_connection(proxy.address) as holder:
             holder.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{{".encode())
             assert eventually(lambda: self.post(proxy, gzip.compress(b" " * (1 << 21)), "gzip").status_code == 503)
@@ -797,7 +663,7 @@ class TestPassingOn:
         @given(body=st.binary(max_size=300))
         def check(body: bytes) -> None:
             assume(b'"ragorder"' not in body)
-            far_end.chunks = [body[::-1]]
+            far_end.answer.chunks = [body[::-1]]
             assert proxy.post(body, path).content == body[::-1]
             assert far_end.last.body == body
 
@@ -863,7 +729,7 @@ class TestPassingOn:
         assert far_end.last.header("host") != ["proxy"]
 
     def test_the_headers_of_the_answer(self, proxy: Proxy, far_end: FarEnd) -> None:
-        far_end.headers = [
+        far_end.answer.headers = [
             ("content-type", "x/y"),
             ("set-cookie", "a=1"),
             ("set-cookie", "b=2"),
@@ -874,27 +740,27 @@ class TestPassingOn:
             ("proxy-authenticate", "Basic"),
         ]
         got = proxy.client.get("/x").headers.multi_items()
-        assert got == [*far_end.headers[:5], ("transfer-encoding", "chunked")]
+        assert got == [*far_end.answer.headers[:5], ("transfer-encoding", "chunked")]
 
     def test_cookies_of_one_client_never_reach_another(self, proxy: Proxy, far_end: FarEnd) -> None:
-        far_end.headers = [("set-cookie", "session=secret")]
+        far_end.answer.headers = [("set-cookie", "session=secret")]
         for _ in range(3):
             httpx2.get(f"{proxy.url}/x", verify=CERTIFICATES)
         assert [request.header("cookie") for request in far_end.requests] == [[], [], []]
 
     @pytest.mark.parametrize("status", [201, 202, 204, 301, 302, 304, 400, 401, 404, 422, 429, 500, 503, 599])
     def test_every_status_with_its_body(self, status: int, proxy: Proxy, far_end: FarEnd) -> None:
-        far_end.status = status
-        far_end.headers = [("location", "http://elsewhere/"), ("retry-after", "7"), ("content-type", "text/x")]
-        far_end.chunks = [b"" if status in (204, 304) else b"why"]
+        far_end.answer.status = status
+        far_end.answer.headers = [("location", "http://elsewhere/"), ("retry-after", "7"), ("content-type", "text/x")]
+        far_end.answer.chunks = [b"" if status in (204, 304) else b"why"]
         for response in (proxy.client.get("/x"), proxy.post(tagged("ab"))):
-            assert (response.status_code, response.content) == (status, far_end.chunks[0])
+            assert (response.status_code, response.content) == (status, far_end.answer.chunks[0])
             assert response.headers["retry-after"] == "7"
 
     def test_compressed_answers_stay_compressed(self, proxy: Proxy, far_end: FarEnd) -> None:
         packed = gzip.compress(b"hello")
-        far_end.headers = [("content-encoding", "gzip"), ("content-length", str(len(packed)))]
-        far_end.chunks = [packed]
+        far_end.answer.headers = [("content-encoding", "gzip"), ("content-length", str(len(packed)))]
+        far_end.answer.chunks = [packed]
         with proxy.client.stream("GET", "/x") as response:
             assert b"".join(response.iter_raw()) == packed
             assert response.headers["content-length"] == str(len(packed))
@@ -946,7 +812,7 @@ class TestStreaming:
     def test_every_chunk_arrives_as_it_was_sent_and_when(self, body: Any, proxy: Proxy, far_end: FarEnd) -> None:
         steps = [threading.Event() for _ in range(3)]
         chunks = [ROLE, TOKEN[:20], TOKEN[20:] + b": comment\r\n\r\nevent: x\ndata: \xff\n\n", LAST]
-        far_end.events(chunks[0], steps[0], chunks[1], steps[1], chunks[2], steps[2], chunks[3])
+        far_end.answer = answer_events(chunks[0], steps[0], chunks[1], steps[1], chunks[2], steps[2], chunks[3])
         with proxy.client.stream("POST", CHAT, json=body) as response:
             raw = response.iter_raw()
             for chunk, step in zip(chunks, [*steps, None], strict=True):
@@ -982,7 +848,7 @@ class TestOutcomes:
         self, path: str, content: bytes, finished: Any, proxy: Proxy, far_end: FarEnd, orderer: RecordingOrderer
     ) -> None:
         packed = [("content-encoding", "gzip")] if content[:1] == b"\x1f" else []
-        far_end.headers, far_end.chunks = [*JSON.items(), *packed], [content]
+        far_end.answer.headers, far_end.answer.chunks = [*JSON.items(), *packed], [content]
         proxy.post({"ragorder": tag("ab")}, path)
         assert orderer.outcome() == finished
 
@@ -990,10 +856,10 @@ class TestOutcomes:
         times: list[float] = []
         proxy = start(on_tbt=times.append)
         proxy.post({"ragorder": tag("ab")})
-        far_end.events(TOKEN, LAST)
+        far_end.answer = answer_events(TOKEN, LAST)
         proxy.post(tagged("ab", stream=True))
         assert times == [], "there is none between the tokens of an answer in one piece, or of one token"
-        far_end.events(ROLE, TOKEN, TOKEN, TOKEN, LAST)
+        far_end.answer = answer_events(ROLE, TOKEN, TOKEN, TOKEN, LAST)
         proxy.post(tagged("ab", stream=True))
         (tbt_s,) = times
         assert tbt_s >= 0
@@ -1003,7 +869,7 @@ class TestOutcomes:
     def test_a_stream_is_confirmed_with_its_last_event(
         self, proxy: Proxy, far_end: FarEnd, orderer: RecordingOrderer
     ) -> None:
-        far_end.events(TOKEN, LAST, threading.Event())
+        far_end.answer = answer_events(TOKEN, LAST, threading.Event())
         with proxy.client.stream("POST", CHAT, json=tagged("ab", stream=True)) as response:
             raw = response.iter_raw()
             assert next(raw) + next(raw) == TOKEN + LAST
@@ -1013,7 +879,7 @@ class TestOutcomes:
     def test_a_refused_request_is_discarded(
         self, status: int, proxy: Proxy, far_end: FarEnd, orderer: RecordingOrderer
     ) -> None:
-        far_end.status = status
+        far_end.answer.status = status
         proxy.post(tagged("ab"))
         assert orderer.outcome() == FAILED
 
@@ -1033,16 +899,16 @@ class TestOutcomes:
     def test_a_stream_that_breaks_counts_from_its_first_token_on(
         self, chunks: Any, finished: RequestOutcome, proxy: Proxy, far_end: FarEnd, orderer: RecordingOrderer
     ) -> None:
-        far_end.events(*chunks)
+        far_end.answer = answer_events(*chunks)
         with suppress(httpx2.RemoteProtocolError):
             proxy.post(tagged("ab", stream=True))
         assert orderer.outcome() == finished
 
     def test_a_broken_answer_is_broken_for_the_client_too(self, proxy: Proxy, far_end: FarEnd) -> None:
-        far_end.events(TOKEN, None)
+        far_end.answer = answer_events(TOKEN, None)
         with pytest.raises(httpx2.RemoteProtocolError):
             proxy.post(tagged("ab", stream=True))
-        far_end.headers = [("content-type", "application/json"), ("content-length", "1000")]
+        far_end.answer.headers = [("content-type", "application/json"), ("content-length", "1000")]
         with pytest.raises(httpx2.RemoteProtocolError):
             proxy.post({})
 
@@ -1050,7 +916,7 @@ class TestOutcomes:
     def test_a_client_that_leaves_counts_from_its_first_token_on(
         self, token: bytes, finished: RequestOutcome, proxy: Proxy, far_end: FarEnd, orderer: RecordingOrderer
     ) -> None:
-        far_end.events(ROLE + token, threading.Event())
+        far_end.answer = answer_events(ROLE + token, threading.Event())
         with proxy.client.stream("POST", CHAT, json=tagged("ab", stream=True)) as response:
             raw = response.iter_raw()
             assert next(raw) == ROLE + token
@@ -1061,7 +927,7 @@ class TestOutcomes:
         self, headers: list[tuple[str, str]], upstream: str, far_end: FarEnd, orderer: RecordingOrderer
     ) -> None:
         """Which may send the next request at once."""
-        far_end.headers = [("content-type", "application/json"), *headers]
+        far_end.answer.headers = [("content-type", "application/json"), *headers]
         body = json.dumps(tagged("ab")).encode()
         received = iter([{"type": "http.request", "body": body, "more_body": False}])
         got, finished = b"", []
@@ -1098,7 +964,7 @@ class TestOutcomes:
 class TestAClientThatLeaves:
     @pytest.mark.parametrize("path", [CHAT, "/v1/embeddings"])
     def test_before_the_answer_cancels_the_request(self, path: str, proxy: Proxy, far_end: FarEnd) -> None:
-        far_end.chunks = [threading.Event()]
+        far_end.answer.chunks = [threading.Event()]
         body = json.dumps(tagged("ab") if path == CHAT else {"input": "x"})
         lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}"]
         with socket.create_connection(proxy.address) as connection:
@@ -1114,7 +980,7 @@ class TestAClientThatLeaves:
         assert far_end.requests == []
 
     def test_a_stream_cancels_it_and_the_next_one_is_served(self, proxy: Proxy, far_end: FarEnd) -> None:
-        far_end.events(TOKEN, threading.Event())
+        far_end.answer = answer_events(TOKEN, threading.Event())
         for _ in range(3):
             far_end.left.clear()
             with proxy.client.stream("POST", CHAT, json={"stream": True}) as response:
@@ -1122,23 +988,23 @@ class TestAClientThatLeaves:
                 assert next(raw) == TOKEN
                 assert not far_end.left.is_set()
             assert far_end.left.wait(60)
-        far_end.events(TOKEN)
+        far_end.answer = answer_events(TOKEN)
         assert proxy.post({}).content == TOKEN
 
 
 class TestTimeouts:
     def test_a_server_that_does_not_answer_in_time_is_504(self, start: Start, far_end: FarEnd) -> None:
-        far_end.chunks = [threading.Event()]
+        far_end.answer.chunks = [threading.Event()]
         response = start(timeouts=Timeouts(read_s=0.2)).post({})
         assert (response.status_code, error_of(response)["type"]) == (504, "server_error")
         assert far_end.left.wait(60)
 
     def test_each_byte_starts_the_time_again(self, start: Start, far_end: FarEnd) -> None:
-        far_end.events(TOKEN, 0.6, TOKEN, 0.6, TOKEN, 0.6, LAST)
+        far_end.answer = answer_events(TOKEN, 0.6, TOKEN, 0.6, TOKEN, 0.6, LAST)
         assert start(timeouts=Timeouts(read_s=1.7)).post({}).content == 3 * TOKEN + LAST
 
     def test_a_stream_that_stops_is_broken_off(self, start: Start, far_end: FarEnd, orderer: RecordingOrderer) -> None:
-        far_end.events(TOKEN, threading.Event())
+        far_end.answer = answer_events(TOKEN, threading.Event())
         with pytest.raises(httpx2.RemoteProtocolError):
             start(timeouts=Timeouts(read_s=1)).post(tagged("ab", stream=True))
         assert orderer.outcome() == UNKNOWN
@@ -1311,7 +1177,7 @@ class TestServe:
             for body in (tagged("abc"), tagged("cba"), chat("ab"), chat("ba"), {"ragorder": {"secret": "secret"}}):
                 client.post(f"{CHAT}?x=secret", json=body)
             client.post(CHAT, content=b'{"ragorder" secret')
-            far_end.events(TOKEN, None)
+            far_end.answer = answer_events(TOKEN, None)
             with pytest.raises(httpx2.RemoteProtocolError):
                 client.post(CHAT, json=tagged("ab", user="secret"))
         prompts = [request.json["messages"][-1]["content"] for request in far_end.requests]
@@ -1329,7 +1195,7 @@ class TestServe:
     @pytest.mark.parametrize("signum", grid([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], 1))
     def test_streams_in_flight_may_end(self, signum: signal.Signals, launch: Launch, far_end: FarEnd) -> None:
         process, stopped = launch(), threading.Event()
-        far_end.events(TOKEN, stopped, TOKEN, LAST)
+        far_end.answer = answer_events(TOKEN, stopped, TOKEN, LAST)
         with httpx2.stream("POST", f"{process.url}{CHAT}", json=tagged("ab"), verify=CERTIFICATES) as response:
             raw = response.iter_raw()
             assert next(raw) == TOKEN
@@ -1353,7 +1219,7 @@ class TestServe:
     @pytest.mark.slow
     def test_a_stream_beyond_the_grace_is_cut_off(self, launch: Launch, far_end: FarEnd) -> None:
         process = launch("--grace", "1")
-        far_end.events(TOKEN, threading.Event())
+        far_end.answer = answer_events(TOKEN, threading.Event())
         with httpx2.stream("POST", f"{process.url}{CHAT}", json=tagged("ab"), verify=CERTIFICATES) as response:
             raw = response.iter_raw()
             assert next(raw) == TOKEN

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -17,14 +15,14 @@ pytest.importorskip("uvicorn")
 
 import httpx2
 from prometheus_client import CollectorRegistry
-from support.sent_requests import CERTIFICATES, CHAT, TOKEN, get, plain, post, received, tagged
+from support.far_end import WHOLE, Answer, FarEnd, Request, answer_events, answer_json
+from support.sent_requests import CERTIFICATES, CHAT, TOKEN, get, plain, post, tagged
 
 from ragorder import Orderer
 from ragorder.adapters.proxy import Fleet, ReplicaAddress, Timeouts, make_app
 from ragorder.adapters.proxy.fleet import make_backoff, requested_backoff_s
 
 LAST = b"data: [DONE]\n\n"
-WHOLE = json.dumps({"choices": [{"message": {"content": "yes"}}]}).encode()
 
 
 class Clock:
@@ -35,45 +33,28 @@ class Clock:
         return self.now
 
 
-class Engine:
-    """The far end: answers with `status`, and `headers`; a 0 stands for no answer, until `gate` is opened. A stream
-    waits for the gate after its first token."""
+class Engine(FarEnd):
+    """Answers with `status`, and `headers`; a 0 stands for no answer, until `gate` is opened. A stream waits for the
+    gate after its first token."""
 
     def __init__(self, status: int = 200, **headers: str) -> None:
+        super().__init__()
         self.status = status
         self.headers = headers
-        self.posts = 0
         self.gate = threading.Event()
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return
-        if scope["path"] == "/health":
-            await self._answer(send, 200, b"")
-            return
-        body = await received(receive)
-        self.posts += scope["method"] == "POST"
+    @property
+    def posts(self) -> int:
+        return len(self.bodies)
+
+    def play(self, request: Request) -> Answer:
+        if request.target == "/health":
+            return answer_json(b"")
         if not self.status:
-            await self._opened()
-            return
-        if not json.loads(body or b"{}").get("stream"):
-            headers = {name.replace("_", "-"): value for name, value in self.headers.items()}
-            await self._answer(send, self.status, WHOLE if self.status == 200 else b"its own words", **headers)
-            return
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
-        await send({"type": "http.response.body", "body": TOKEN, "more_body": True})
-        await self._opened()
-        await send({"type": "http.response.body", "body": TOKEN + LAST})
-
-    async def _answer(self, send: Any, status: int, body: bytes, **headers: str) -> None:
-        given = [(name.encode(), value.encode()) for name, value in headers.items()]
-        head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *given]
-        await send({"type": "http.response.start", "status": status, "headers": head})
-        await send({"type": "http.response.body", "body": body})
-
-    async def _opened(self) -> None:
-        while not self.gate.is_set():
-            await asyncio.sleep(0.01)
+            return Answer([self.gate, None])
+        if request.body and request.json.get("stream"):
+            return answer_events(TOKEN, self.gate, TOKEN + LAST)
+        return answer_json(WHOLE if self.status == 200 else b"its own words", self.status, **self.headers)
 
 
 class Front:

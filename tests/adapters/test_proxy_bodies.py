@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.inside import set_bounds
 
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.common.counts import Estimate
@@ -344,7 +345,7 @@ class TestWhatIsKept:
         assert kept(2000) < kept(10) + 200_000
 
     def test_the_builders_tokens_are_bounded_in_bytes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ragorder.prompt._KEPT_BYTES", 1 << 20)
+        set_bounds(monkeypatch, prompt_bytes=1 << 20)
         tokenizer = Counting()
         builder = PromptBuilder("", tokenizer=tokenizer)
 
@@ -360,7 +361,7 @@ class TestWhatIsKept:
         assert [encoded(number) for number in (39, 38, 0)] == [False, False, True]
 
     def test_lengths_of_prefixes_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ragorder.adapters.proxy.bodies.parsing._PREFIXES", 10)
+        set_bounds(monkeypatch, kept_prefixes=10)
         tokenizer = Counting()
         bodies = make(tokenizer=tokenizer)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from support.inside import ordering_of
 
 from ragorder import Orderer, Settings
 from ragorder.adapters.cloud_orderers import CloudOrderers
@@ -313,7 +314,7 @@ class TestReports:
     def test_what_a_stream_reports_is_what_it_costs(self) -> None:
         cloud = Cloud("messages")
         _, request = cloud.send(cloud.body(user(f"{written('abc')}?")))
-        ordering = request._ordering
+        ordering = ordering_of(request)
         assert ordering is not None
         usage = {"input_tokens": 100, "cache_read_input_tokens": 600, "cache_creation_input_tokens": 1000}
         events: list[dict[str, Any]] = [

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pytest
+from support.inside import set_bounds
 
 from ragorder import Orderer
 
@@ -332,7 +333,7 @@ class TestReadiness:
         assert client.get("/ragorder/health").status_code == 200
 
     def test_a_silent_server_is_not_ready(self, start: Start, server: RawServer, monkeypatch: Any) -> None:
-        monkeypatch.setattr("ragorder.adapters.proxy.upstream._CHECK_S", 0.2)
+        set_bounds(monkeypatch, answer_check_s=0.2)
         server.delay_s = 5
         assert start().get("/ragorder/ready").status_code == 503
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import signal
 import socket
@@ -10,12 +11,13 @@ import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 import pytest
+from support.far_end import WHOLE, Answer, FarEnd, Request, answer_events, answer_json
 from support.waiting import eventually
 
 from ragorder import Orderer
@@ -42,53 +44,27 @@ from ragorder.adapters.proxy.workers import Workers
 pytestmark = pytest.mark.merge
 
 CHAT = "/v1/chat/completions"
-ANSWER = json.dumps({"choices": [{"message": {"content": "yes"}}]}).encode()
+ANSWER = json.dumps(WHOLE).encode()
 TEXTS = {name: f"{name} is a document about {name}. " * 2000 for name in "abc"}
 
 
-class FarEnd(httpx2.AsyncBaseTransport):
-    """The proxy's server, without a network. It answers at once, never on /never, and without end on /endless; `left`
-    counts the answers that were given up."""
+class Upstream(FarEnd):
+    """The proxy's server. It answers at once, never on /never, and without end on /endless."""
 
     def __init__(self) -> None:
-        self.bodies: list[bytes] = []
-        self.left = 0
+        super().__init__()
         self.held = threading.Event()
 
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        stream: Any = request.stream
-        # Not by `aread`, which keeps what it has read.
-        self.bodies.append(b"".join([piece async for piece in stream]))
-        path = request.extensions["target"].decode()
-        if path.endswith("/never"):
-            try:
-                await asyncio.sleep(600)
-            finally:
-                self.left += 1
-        if path.endswith("/endless"):
-            return httpx2.Response(200, content=self.endless())
-        if path.endswith("/held"):
-            return httpx2.Response(200, content=self.until_told())
-        if b'"stream":true' in self.bodies[-1]:
-            return httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=self.until_told(TOKEN))
-        return httpx2.Response(200, headers={"content-length": str(len(ANSWER))}, content=self.whole())
-
-    async def whole(self) -> AsyncIterator[bytes]:
-        yield ANSWER
-
-    async def endless(self) -> AsyncIterator[bytes]:
-        try:
-            while True:
-                yield b"x" * (1 << 16)
-                await asyncio.sleep(0)
-        finally:
-            self.left += 1
-
-    async def until_told(self, begun: bytes = b"begun") -> AsyncIterator[bytes]:
-        yield begun
-        while not self.held.is_set():
-            await asyncio.sleep(0.01)
-        yield b"ended"
+    def play(self, request: Request) -> Answer:
+        chunks: dict[str, Iterable[Any]] = {
+            "never": [threading.Event()],
+            "endless": itertools.repeat(b"x" * (1 << 16)),
+            "held": [b"begun", self.held, b"ended"],
+        }
+        path = request.target.rpartition("/")[2]
+        if b'"stream":true' in request.body:
+            return answer_events(TOKEN, self.held, b"ended")
+        return Answer(chunks[path]) if path in chunks else answer_json(WHOLE)
 
 
 class Served:
@@ -121,8 +97,9 @@ class Served:
 class Site:
     """Starts proxies, and keeps what is open, to close it in the end."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.far_end = FarEnd()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, serve: Callable[[Any], str]) -> None:
+        self.far_end = Upstream()
+        self.url = serve(self.far_end)
         self.budgets: list[MemoryBudget] = []
         self._served: list[Served] = []
         make_budget = MemoryBudget.__init__
@@ -140,9 +117,8 @@ class Site:
     def start(self, *, client_s: float = 30.0, connections: int = 100, orderer: Any = None, **options: Any) -> Served:
         app = make_app(
             orderer or Orderer(block_size=16, strict=True),
-            make_transport=lambda: self.far_end,
             timeouts=Timeouts(client_s=client_s),
-            **{"upstream": "http://far-end"} | options,
+            **{"upstream": self.url} | options,
         )
         self._served.append(Served(app, client_s, connections))
         return self._served[-1]
@@ -153,8 +129,8 @@ class Site:
 
 
 @pytest.fixture
-def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    site = Site(monkeypatch)
+def site(monkeypatch: pytest.MonkeyPatch, serve: Callable[[Any], str]) -> Iterator[Site]:
+    site = Site(monkeypatch, serve)
     yield site
     site.stop()
 
@@ -285,8 +261,8 @@ class TestBodies:
     @pytest.mark.parametrize("replicas", [0, 1])
     def test_what_was_sent_upstream_is_not_kept_for_the_answer(self, replicas: int, queued: bool, site: Site) -> None:
         """Neither its bytes nor what was parsed of them."""
-        addresses = [ReplicaAddress("http://far-end", Orderer(block_size=16, strict=True)) for _ in range(replicas)]
-        upstream = Fleet(addresses) if addresses else "http://far-end"
+        addresses = [ReplicaAddress(site.url, Orderer(block_size=16, strict=True)) for _ in range(replicas)]
+        upstream = Fleet(addresses) if addresses else site.url
         served = site.start(admission=AdmissionQueue(1) if queued else None, upstream=upstream)
         documents = [{"id": name, "text": name * 1_000_000} for name in "abcd"]
         tag = {"documents": documents, "query": "?"}
@@ -295,7 +271,8 @@ class TestBodies:
         before = tracemalloc.get_traced_memory()[0]
         connection = served.connect(head(CHAT, len(body)) + body)
         assert hears(connection, TOKEN)
-        assert len(site.far_end.bodies.pop()) > 4_000_000
+        assert len(site.far_end.requests.pop().body) > 4_000_000
+        site.far_end.received = b""
         assert site.memory.used == 0
         assert eventually(lambda: tracemalloc.get_traced_memory()[0] - before < 500_000)
         tracemalloc.stop()
@@ -342,7 +319,7 @@ class TestAnswers:
         served = site.start(client_s=0.5, admission=AdmissionQueue(2))
         unread = [served.connect(head("/v1/endless", 2) + b"{}", small=True) for _ in range(2)]
         assert answered(served.connect(head(CHAT, 2) + b"{}"))
-        assert site.far_end.left >= 1
+        assert site.far_end.left.is_set()
         assert len(unread) == 2
 
     @pytest.mark.slow
@@ -352,14 +329,15 @@ class TestAnswers:
         while time.monotonic() < deadline:
             assert connection.recv(1 << 20)
             time.sleep(0.05)
-        assert site.far_end.left == 0
+        assert not site.far_end.left.is_set()
 
     def test_requests_in_advance_are_not_kept_without_end(self, site: Site) -> None:
+        """They are not read before the first one is answered, or end the connection."""
         connection = site.start().connect(head("/v1/never", method="GET"))
-        with suppress(ConnectionError):
-            connection.sendall(head("/v1/models", method="GET") * 5000)
-        assert rest(connection) == b""
-        assert eventually(lambda: site.far_end.left == 1)
+        assert site.far_end.begun.wait(60)
+        connection.settimeout(5)
+        with pytest.raises((ConnectionError, TimeoutError)):
+            connection.sendall(head("/v1/models", method="GET") * 1_000_000)
 
 
 class TestConnections:

@@ -11,7 +11,8 @@ pytest.importorskip("starlette")
 
 import httpx2
 from support.bodies import Bodies
-from support.sent_requests import CHAT, assistant, part, post_to, proxy_to, received, user
+from support.far_end import FarEnd, answer_events, answer_json
+from support.sent_requests import CHAT, assistant, part, post_to, proxy_to, user
 
 from ragorder import Orderer
 from ragorder.adapters.proxy import Fleet, ReplicaAddress
@@ -43,33 +44,16 @@ def cohere(names: str) -> dict[str, Any]:
     return listed("") | {"documents": [{"id": name, "data": {"text": TEXTS[name]}} for name in names]}
 
 
-class Server:
-    """A server that keeps the bodies it gets and cites, by place, what it is told to; and a proxy of it."""
+class Server(FarEnd):
+    """A server that cites, by place, what it is told to; and a proxy of it."""
 
     def __init__(self) -> None:
+        super().__init__(answer_json({"content": [{"type": "text", "text": "yes"}], "usage": {"input_tokens": 9}}))
         self.proxy = proxy_to(self)
-        self.bodies: list[Any] = []
-        self.answer: Any = {"content": [{"type": "text", "text": "yes"}], "usage": {"input_tokens": 9}}
-        self.stream: list[bytes] = []
-        self.status = 200
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        body = await received(receive)
-        if scope["method"] == "POST":
-            self.bodies.append(json.loads(body))
-        content = json.dumps(self.answer).encode()
-        kind = b"text/event-stream" if self.stream else b"application/json"
-        headers = [(b"content-type", kind)]
-        if not self.stream:
-            headers.append((b"content-length", b"%d" % len(content)))
-        await send({"type": "http.response.start", "status": self.status, "headers": headers})
-        for chunk in self.stream or [content]:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
 
     def titles(self) -> str:
         """The last body's documents, in the order in which they were sent."""
-        contents = [message["content"] for message in self.bodies[-1]["messages"]]
+        contents = [message["content"] for message in self.last.json["messages"]]
         parts = [each for content in contents if isinstance(content, list) for each in content]
         return "".join(each["title"] for each in parts if each["type"] in ("document", "search_result"))
 
@@ -88,7 +72,7 @@ class TestLists:
     def test_documents_extend_the_cached_prefix(self, path: str, body: Any, server: Server) -> None:
         server.post(body("abc"), path)
         response = server.post(body("cab"), path)
-        assert server.bodies[-1] == body("cab") | {"documents": body("abc")["documents"]}
+        assert server.last.json == body("cab") | {"documents": body("abc")["documents"]}
         assert response.headers["x-ragorder-permutation"] == "1,2,0"
 
     @pytest.mark.parametrize(
@@ -105,7 +89,7 @@ class TestLists:
         for listing in (documents, documents and documents[::-1]):
             body = {"model": "m", "documents": listing, "messages": [ASK]}
             response = server.post(body, path)
-            assert server.bodies[-1] == body
+            assert server.last.json == body
             assert "x-ragorder-permutation" not in response.headers
 
 
@@ -116,21 +100,20 @@ class TestBlocks:
 
     def test_they_move_whole_and_answers_cite_what_the_client_sent(self, kind: str, name: str, server: Server) -> None:
         citations = [self.citation(name, place) for place in range(4)]
-        server.answer = {
-            "content": [
-                {"type": "text", "text": f'{{"{name}": 0}}', "citations": citations},
-                {"type": "text", "text": "end", "citations": None},
-                {"type": "tool_use", "input": {name: 0}},
-            ]
-        }
-        assert server.post(blocks("abc", kind)).content == json.dumps(server.answer).encode()
+        content = [
+            {"type": "text", "text": f'{{"{name}": 0}}', "citations": citations},
+            {"type": "text", "text": "end", "citations": None},
+            {"type": "tool_use", "input": {name: 0}},
+        ]
+        server.answer = answer_json({"content": content})
+        assert server.post(blocks("abc", kind)).content == json.dumps({"content": content}).encode()
         response = server.post(blocks("cab", kind))
-        assert server.bodies[-1] == blocks("abc", kind)
+        assert server.last.json == blocks("abc", kind)
         cited = [each[name] for each in response.json()["content"][0]["citations"]]
         # Sent: a, b, c. The client's c is 0, a is 1, b is 2; it has no 3.
         assert cited == [1, 2, 0, 3]
-        assert response.json()["content"][0]["text"] == server.answer["content"][0]["text"]
-        assert response.json()["content"][1:] == server.answer["content"][1:]
+        assert response.json()["content"][0]["text"] == content[0]["text"]
+        assert response.json()["content"][1:] == content[1:]
 
     @pytest.mark.parametrize("size", [1, 7, 10_000])
     def test_in_a_stream_too(self, size: int, kind: str, name: str, server: Server) -> None:
@@ -146,7 +129,7 @@ class TestBlocks:
 
         server.post(blocks("abc", kind))
         sent = events({0: 0, 2: 2})
-        server.stream = [sent[at : at + size] for at in range(0, len(sent), size)]
+        server.answer = answer_events(*(sent[at : at + size] for at in range(0, len(sent), size)))
         response = server.post(blocks("cab", kind))
         assert response.content == events({0: 1, 2: 0})
 
@@ -154,7 +137,7 @@ class TestBlocks:
         replicas = [ReplicaAddress(f"http://far.{n}", Orderer(block_size=16, strict=True)) for n in (1, 2)]
         server.proxy = proxy_to(server, upstream=Fleet(replicas))
         for names in ("abc", "cab"):
-            server.answer = {"content": [{"type": "text", "text": "", "citations": [self.citation(name, 0)]}]}
+            server.answer = answer_json({"content": [{"type": "text", "citations": [self.citation(name, 0)]}]})
             response = server.post(blocks(names, kind))
         assert server.titles() == "abc"
         assert response.json()["content"][0]["citations"][0][name] == 1
@@ -167,7 +150,7 @@ class TestBlocks:
 
         server.post(body("abc"))
         citations = [self.citation(name, place) for place in range(6)]
-        server.answer = {"content": [{"type": "text", "text": "", "citations": citations}]}
+        server.answer = answer_json({"content": [{"type": "text", "text": "", "citations": citations}]})
         response = server.post(body("cab"))
         assert server.titles() == "eabc"
         assert [each[name] for each in response.json()["content"][0]["citations"]] == [0, 1, 3, 4, 2, 5]
@@ -182,13 +165,13 @@ class TestBlocks:
         server.post(blocks("cab", kind))
         # The client has cited its own document 0, c, which stands at place 2.
         server.post(turns("cab", 0))
-        assert server.bodies[-1] == turns("abc", 2)
+        assert server.last.json == turns("abc", 2)
 
     def test_an_error_is_forwarded(self, kind: str, name: str, server: Server) -> None:
         server.post(blocks("abc", kind))
-        server.status, server.answer = 400, {"error": {name: 0}}
+        server.answer = answer_json({"error": {name: 0}}, 400)
         response = server.post(blocks("cab", kind))
-        assert (response.status_code, response.json()) == (400, server.answer)
+        assert (response.status_code, response.json()) == (400, {"error": {name: 0}})
 
 
 class TestOtherBlocks:
@@ -205,14 +188,14 @@ class TestOtherBlocks:
         body = {"model": "m", "max_tokens": 5, "messages": [user(parts)]}
         server.post(body)
         server.post(body)
-        assert server.bodies[-1] == body
+        assert server.last.json == body
 
     def test_a_client_that_sets_breakpoints_keeps_its_order(self, server: Server) -> None:
         server.post(blocks("abc"))
         body = blocks("cab")
         body["messages"][0]["content"][2]["cache_control"] = {"type": "ephemeral"}
         server.post(body)
-        assert server.bodies[-1] == body
+        assert server.last.json == body
 
 
 TEMPLATE = "<d>{text}</d>"

@@ -16,7 +16,7 @@ from ragorder import Orderer
 pytest.importorskip("starlette")
 
 from support.bodies import Bodies
-from support.inside import scopes_of
+from support.inside import scopes_of, set_bounds
 from support.rings import length
 from support.sent_requests import TEMPLATE, RecordingOrderer, assistant, echo, proxy_to, user, written
 
@@ -249,7 +249,7 @@ class TestEarlierTurns:
         assert max(scopes for _, scopes in sizes) <= 1024
 
     def test_they_are_remembered_in_bounded_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ragorder.adapters.proxy.bodies.turns._KEPT_TURNS", 10)
+        set_bounds(monkeypatch, kept_turns=10)
         turns = SentTurns()
         for number in range(50):
             turns.remember(b"%d" % number, b"%d" % number, [1, 0])

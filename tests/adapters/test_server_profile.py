@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.far_server import BLOCK, FarServer, TieredServer
+from support.inside import never_fill, set_bounds
 
 pytest.importorskip("httpx2")
 pytest.importorskip("prometheus_client")
@@ -82,7 +83,7 @@ class TestProfileServer:
     def test_skips_servers_without_a_valid_key(
         self, far: FarServer, cache: ProfileCache, key: str | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ragorder.adapters.vllm.server_profile._PUBLISHED_S", 0.1)
+        set_bounds(monkeypatch, published_s=0.1)
         far.pages["/metrics"] = "" if key is None else METRIC.format(key=key)
         assert profile_server(far.base_url) is None
         assert len(far.bodies) == 1
@@ -135,7 +136,7 @@ class TestLoads:
     def test_are_those_of_the_copies_so_far_if_it_does_not(
         self, tiers: TieredServer, cache: ProfileCache, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ragorder.adapters.vllm.server_profile.TierLoads._filling_s", lambda *_: float("inf"))
+        never_fill(monkeypatch)
         tiers.pages["/metrics"] += COPIES
         profile = self.measured(tiers, 2)
         # The device's 100 bytes are those of its 1,600 tokens, each copied in 2 ms a byte, and from the disk in 5 more.
@@ -147,7 +148,7 @@ class TestLoads:
         assert self.measured(tiers, 120).loads["host"] == pytest.approx(2e6 / 16)
 
     def test_are_not_invented(self, tiers: TieredServer, cache: ProfileCache, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ragorder.adapters.vllm.server_profile.TierLoads._filling_s", lambda *_: float("inf"))
+        never_fill(monkeypatch)
         profile = self.measured(tiers, 2)
         assert (dict(profile.loads), profile.facts["load_missing"]) == ({}, ["host", "disk"])
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.inside import is_closed, unsent_in
 
 from ragorder import Lengths
 
@@ -341,7 +342,7 @@ class TestALostServer:
         one = sharing(capacity_tokens=1000, strict=False)
         for number in range(LENGTH + 1000):
             one.order([Document(str(number), tokens=16)]).confirm()
-        assert len(one.log._waiting) <= LENGTH
+        assert len(unsent_in(one.log)) <= LENGTH
 
     def test_a_thread_that_fails_says_so(self, sharing: Sharing, server: RedisServer) -> None:
         """Entries are bytes, which this client would read as text."""
@@ -455,7 +456,7 @@ os._exit(0)
         orderer = SharedOrderer(server.url, capacity_tokens=1000, block_size=16)
         log = orderer.log
         del orderer
-        assert eventually(lambda: gc.collect() >= 0 and log._stopped)
+        assert eventually(lambda: gc.collect() >= 0 and is_closed(log))
 
 
 class TestTheProxy:

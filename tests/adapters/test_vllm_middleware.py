@@ -20,11 +20,10 @@ pytest.importorskip("uvicorn")
 import httpx2
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount
+from support.far_end import WHOLE, Answer, FarEnd, Request, answer_events, answer_json
 from support.rings import length
-from support.sent_requests import CERTIFICATES, CHAT, TEXTS, asked, get, post, tag, tagged, user
+from support.sent_requests import CERTIFICATES, CHAT, TEXTS, TOKEN, asked, get, post, tag, tagged, user
 from support.serve_process import ServeProcess, launching
 
 from ragorder import Orderer
@@ -37,48 +36,30 @@ SIZES: dict[str, Any] = {"capacity_tokens": 2000, "block_size": 16}
 USAGE = {"prompt_tokens": 600, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
 
 
-class Application:
-    """Keeps the bodies that it gets, and echoes other paths."""
+class Application(FarEnd):
+    """Answers chats, and echoes other paths."""
 
-    def __init__(self) -> None:
-        self.bodies: list[bytes] = []
-        self.lengths: list[str | None] = []
-        self.state: Any = None
+    state: Any = None
 
     def app(self, **options: Any) -> Starlette:
-        chats = ["/v1/chat/completions", "/v1/completions", "/v1/messages"]
-        routes = [Route(path, self._chat, methods=["POST"]) for path in chats]
-        routes += [Route("/v1/embeddings", self._echo, methods=["POST"]), Route("/health", self._health)]
-        app = Starlette(routes=routes)
+        app = Starlette(routes=[Mount("/", self)])
         if options:
             app.add_middleware(cast(Any, OrderDocuments), **options)
         if self.state is not None:
             app.state.vllm_config = self.state
         return app
 
-    async def _chat(self, request: Request) -> Response:
-        body = await request.body()
-        self.bodies.append(body)
-        self.lengths.append(request.headers.get("content-length"))
-        if request.headers.get("content-encoding"):
-            return PlainTextResponse("compressed", 400)
-        fields = json.loads(body)
-        if fields.get("fails"):
-            return JSONResponse({"error": "no"}, 400)
-        if not fields.get("stream"):
-            return JSONResponse({"choices": [{"message": {"content": "yes"}}], "usage": USAGE})
-
-        async def events() -> Any:
-            yield 'data: {"choices":[{"index":0,"delta":{"content":"yes"}}]}\n\n'
-            yield f'data: {{"choices":[],"usage":{json.dumps(USAGE)}}}\n\ndata: [DONE]\n\n'
-
-        return StreamingResponse(events(), media_type="text/event-stream")
-
-    async def _echo(self, request: Request) -> Response:
-        return Response(await request.body())
-
-    async def _health(self, _: Request) -> Response:
-        return PlainTextResponse("ok")
+    def play(self, request: Request) -> Answer:
+        if request.target in ("/v1/embeddings", "/health"):
+            return Answer([request.body or b"ok"])
+        if request.header("content-encoding"):
+            return Answer([b"compressed"], 400)
+        if request.json.get("fails"):
+            return answer_json({"error": "no"}, 400)
+        if not request.json.get("stream"):
+            return answer_json(WHOLE | {"usage": USAGE})
+        usage = json.dumps(USAGE).encode()
+        return answer_events(TOKEN, b'data: {"choices":[],"usage":%s}\n\ndata: [DONE]\n\n' % usage)
 
 
 @pytest.fixture
@@ -140,7 +121,7 @@ class TestBesideTheProxy:
             heads = [[answer.headers.get(name) for name in shown] for answer in answers]
             assert heads[0] == heads[1]
             assert application.bodies[-1] == other.bodies[-1]
-            assert application.lengths[-1] == str(len(application.bodies[-1]))
+            assert application.last.header("content-length") == [str(len(application.last.body))]
             moved += heads[1][0] not in (None, "0,1,2,3")
         assert moved > length(20, 6)
 
@@ -160,7 +141,7 @@ class TestAsItCame:
         assert get(f"{url}/health").text == "ok"
         packed = gzip.compress(json.dumps(chat(list("ab"))).encode())
         answer = httpx2.post(f"{url}{CHAT}", content=packed, headers={"content-encoding": "gzip"}, verify=CERTIFICATES)
-        assert (answer.status_code, application.bodies) == (400, [packed])
+        assert (answer.status_code, application.last.body) == (400, packed)
 
     def test_a_tag_on_another_path_is_refused(self, inside: Inside, application: Application) -> None:
         url = inside()

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from support.inside import awaited_by, node_in, policy_of, set_policy, spec_without_worker
 
 from ragorder.adapters.vllm_tiers import (
     SUPPORTED_VLLM,
@@ -168,7 +169,7 @@ class Host:
         primary = CPUPrimaryTierOffloadingManager(
             chunks, self.region, cache_policy="HostPolicy", cache_policy_module_path=tiers.policy.__name__
         )
-        self.policy = primary._policy
+        self.policy = policy_of(primary)
         self.policy.configure(**{"policy": "pgdsf", "history": 100} | settings)
         self.manager = tiers.spec.TierManager(primary, [], CHUNK_BYTES)
         self.requests = 0
@@ -213,7 +214,7 @@ class Host:
         return [self.policy.get(key(word)) is not None for word in words]
 
     def node(self, word: str) -> Any:
-        return self.policy._tier.get(key(word))
+        return node_in(self.policy, key(word))
 
 
 def key(word: str) -> Any:
@@ -341,13 +342,13 @@ class TestTheHostsPolicy:
         requests = [tier.begin(word)[0] for word in ("ABCD", "EFGH")]
         for request in requests:
             tier.manager.expect(request)
-        assert len(tier.policy._awaited) == 3
+        assert len(awaited_by(tier.policy)) == 3
         for word in ("ABCD", "EFGH", "UVWXYZ"):
             tier.serve(word)
             assert tier.holds(word) == [True]
         for request in requests:
             tier.manager.on_request_finished(request)
-        assert not len(tier.policy._awaited)
+        assert not len(awaited_by(tier.policy))
 
     def test_the_cost_is_that_of_the_request_that_computed_it(self, host: Any) -> None:
         profile = PrefillProfile((0, 100), (CHUNK, 100), ((0.016, 0.2), (0.032, 0.4)))
@@ -388,7 +389,7 @@ class TestTheHostsPolicy:
         tier.serve("SA")
         with pytest.raises(ValueError, match="holds chunks"):
             tier.policy.configure("lru")
-        tier.manager.primary_tier._policy = LRUCachePolicy(4)
+        set_policy(tier.manager.primary_tier, LRUCachePolicy(4))
         with pytest.raises(ValueError, match="eviction_policy is LRUCachePolicy"):
             tiers.spec.TierManager(tier.manager.primary_tier, [], CHUNK_BYTES)
 
@@ -473,8 +474,7 @@ class TestEveryVersionOfVLLM:
 
     def test_loads_that_a_step_waits_for_are_refused_on_a_cpu(self, tiers: Any) -> None:
         """From 0.33 on: what such a load does not bring, the step would compute with all the same."""
-        spec = object.__new__(tiers.spec.TierSpec)
-        spec._worker = None
+        spec = spec_without_worker(tiers.spec.TierSpec)
         spec.config = SimpleNamespace(canonical_layout=False, extra_config={"sync_load_budget_bytes": 1 << 20})
         with pytest.raises(ValueError, match="sync_load_budget_bytes is not supported on CPUs"):
             spec.get_worker(None)
@@ -587,16 +587,20 @@ class TestThePlugin:
 
     def test_does_nothing_in_another_vllm(self, tiers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         install(monkeypatch, vllm="0.99.0")
-        monkeypatch.setattr(tiers.plugin, "_register", lambda: pytest.fail("registered"))
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        monkeypatch.setattr(KVConnectorFactory, "register_connector", lambda *_: pytest.fail("registered"))
         tiers.plugin.register()
         with pytest.raises(UnsupportedVLLMError, match=r"vLLM 0\.99\.0 is installed"):
             tiers.spec.TierSpec(None)
 
     def test_never_raises(self, tiers: Any, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
-        def broken() -> None:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        def broken(*_: str) -> None:
             raise OSError
 
-        monkeypatch.setattr(tiers.plugin, "_register", broken)
+        monkeypatch.setattr(KVConnectorFactory, "register_connector", broken)
         tiers.plugin.register()
         assert "could not be registered" in log.text
 

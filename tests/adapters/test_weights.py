@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from support.inside import set_bounds
 
 from ragorder.adapters.vllm_tiers.disk_identity import UnknownWeightsError, WeightDigests
 
@@ -153,7 +154,7 @@ class TestEveryByteOfTheWeightsCounts:
         self, model: Path, tmp_path: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         memory, weights = tmp_path / "disk" / "weights.json", model / "model.safetensors"
-        monkeypatch.setattr("ragorder.adapters.vllm_tiers.disk_identity._SETTLED_NS", -1)
+        set_bounds(monkeypatch, settled_ns=-1)
         before = WeightDigests(memory).of(str(model))
         assert reads["model.safetensors"] == 100_000
         assert memory.stat().st_mode & 0o777 == 0o600
@@ -173,7 +174,7 @@ class TestEveryByteOfTheWeightsCounts:
         self, model: Path, tmp_path: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch, damage: str
     ) -> None:
         memory = tmp_path / "memory"
-        monkeypatch.setattr("ragorder.adapters.vllm_tiers.disk_identity._SETTLED_NS", -1)
+        set_bounds(monkeypatch, settled_ns=-1)
         before = WeightDigests(memory).of(str(model))
         if damage == "open":
             memory.chmod(0o666)

@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 from support.commands import run_command
+from support.inside import set_bounds
 
 from ragorder.cli import main
-from ragorder.cli.planning import run
 
 invoke = partial(run_command, main)
 Usage = namedtuple("Usage", "total used free")
@@ -125,7 +125,7 @@ class TestPlan:
         self, requests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int | None, count: int
     ) -> None:
         if most is not None:
-            monkeypatch.setattr(run, "_DOCUMENTS_PER_SHARD", most)
+            set_bounds(monkeypatch, documents_per_shard=most)
         plan(requests, tmp_path / "plan")
         assert len(shards(tmp_path / "plan")) == count
 
@@ -193,14 +193,14 @@ class TestRefusals:
     def test_a_shard_larger_than_the_memory_is_refused_with_the_number_that_fits(
         self, requests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(run, "_PLANNED_BYTES", 1 << 20)
+        set_bounds(monkeypatch, planned_bytes=1 << 20)
         said = refusal(requests, "--out", tmp_path / "plan", "--shards", "2", "--memory", "512MiB")
         assert "--shards 2" in said and "--memory 0.5GiB" in said and "give --shards 5 or more" in said
         plan(requests, tmp_path / "plan", "--shards", "5", "--memory", "512MiB")
         assert len(rows(tmp_path / "plan")) == len(REQUESTS)
 
     def test_a_shard_of_many_short_documents_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(run, "_PLANNED_BYTES", 200_000)
+        set_bounds(monkeypatch, planned_bytes=200_000)
         uneven = [
             {**each, "tenant": f"{tokens}", "documents": [{**given, "tokens": tokens} for given in each["documents"]]}
             for each in REQUESTS

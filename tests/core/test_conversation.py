@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.inside import scopes_of
+from support.inside import other_order_of, scopes_of
 from support.rings import length
 from support.told_server import BLOCK, Told, ToldServer
 
@@ -342,7 +342,7 @@ class TestPredictions:
     def test_an_observed_orderer_follows_both_orders(self) -> None:
         server = ToldServer(None, 9)
         observed = ObservedOrderer(server.orderer)
-        plain, server.orderer = observed._other, observed  # type: ignore[assignment]
+        plain, server.orderer = other_order_of(observed), observed  # type: ignore[assignment]
         told = Told()
         for _ in range(4):
             told = server.ask(told, server.pick())

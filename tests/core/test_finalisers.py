@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.inside import scopes_of
+from support.inside import deferred_in, held_while_working, lease_of, lock_of, lock_of_outcomes, scopes_of
 
 from ragorder import Document, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.observing.observed import ObservedOrderer
@@ -88,7 +88,7 @@ class TestTheOrderer:
         tree = scopes_of(orderer)[None].tree
         found = collect_within(monkeypatch, tree, "insert")
         dropped = orderer.order(DOCUMENTS[3:6])
-        lease: Any = dropped._lease
+        lease = lease_of(dropped)
         DiscardedWhenDropped(dropped)
         del dropped
         ends(lambda: orderer.order(DOCUMENTS[:3]))
@@ -100,23 +100,22 @@ class TestTheOrderer:
     def test_the_next_call_finds_it_finished(self, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
         orderer = Orderer(strict=True, prefix_tokens=64)
         dropped = orderer.order(DOCUMENTS[:3])
-        held = orderer._lock._lock
-        with held:
+        with held_while_working(orderer):
             dropped.discard()
-        assert orderer._lock._queue, "nobody has worked it off"
+        assert deferred_in(orderer), "nobody has worked it off"
         given: dict[str, tuple[Any, ...]] = {"holds_prefix": (), "order_batch": ([DOCUMENTS[:3]],)}
         if call == "tree_size":
             assert orderer.tree_size == 0
         else:
             result = getattr(orderer, call)(*given.get(call, (DOCUMENTS[:3],)))
             assert result != (48, 364)
-        assert not orderer._lock._queue
+        assert not deferred_in(orderer)
 
     def test_an_outcome_does_not_wait_for_another_thread_and_is_not_lost(self) -> None:
         orderer = Orderer(strict=True)
         ordering = orderer.order(DOCUMENTS[:3])
         entered, leave = threading.Event(), threading.Event()
-        holder = threading.Thread(target=lambda: orderer._lock.run(lambda: (entered.set(), leave.wait(PATIENCE_S))))
+        holder = threading.Thread(target=lambda: lock_of(orderer).run(lambda: (entered.set(), leave.wait(PATIENCE_S))))
         holder.start()
         entered.wait()
         ends(ordering.discard)
@@ -143,7 +142,7 @@ class TestTheOrderer:
             thread.start()
         for thread in threads:
             thread.join()
-        assert not errors and not orderer._lock._queue and orderer.tree_size == 0
+        assert not errors and not deferred_in(orderer) and orderer.tree_size == 0
 
     @pytest.mark.parametrize("finalise", ["del", "weakref"])
     def test_dropped_requests_of_a_busy_orderer(self, finalise: str) -> None:
@@ -191,11 +190,10 @@ class TestObservers:
         metrics = Metrics()
         orderer = ObservedOrderer(Orderer(strict=True), [metrics])
         orderer.order(DOCUMENTS[:3]).confirm()
-        finished = metrics._settled
         DiscardedWhenDropped(orderer.order(DOCUMENTS[:3]))
 
         def within() -> None:
-            with finished._lock:
+            with lock_of_outcomes(metrics):
                 gc.collect()
 
         ends(within)
@@ -252,11 +250,11 @@ class TestStreams:
         orderer.order(DOCUMENTS[:3]).confirm()
         session = Request(client.stream("q", DOCUMENTS[3:6]))
         next(session.kept)
-        ordering = session.kept.ordering
+        lease = lease_of(session.kept.ordering)
         del session
         found = collect_within(monkeypatch, scopes_of(orderer)[None].tree, "insert")
         ends(lambda: orderer.order(DOCUMENTS[:3]))
-        assert sum(found) and not ordering._lease.open
+        assert sum(found) and not lease.open
 
     def test_an_abandoned_stream_is_closed_where_no_lock_of_its_pool_is_held(self) -> None:
         orderer = Orderer(strict=True)

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from support.inside import scopes_of
+from support.inside import deferred_in, lock_of, scopes_of
 from support.rings import length
 
 from ragorder import DegradedWarning, Document, Orderer
@@ -107,7 +107,7 @@ class TestInterrupts:
                 check(orderer)
                 ordering.confirm()
             check(orderer)
-            assert not orderer._lock._queue
+            assert not deferred_in(orderer)
             line += 1 if line < 40 else length(3, 7)
         assert line > 100
 
@@ -200,7 +200,7 @@ class TestFork:
             ordering.confirm()
             return not ordering.fallback and ordering.cached_tokens == 0 and orderer.tree_size == 3
 
-        with in_another_thread(orderer._lock.run):
+        with in_another_thread(lock_of(orderer).run):
             assert in_child(work), "what the other thread was changing starts over"
         assert orderer.order(DOCUMENTS[:3]).cached_tokens == 288, "the parent goes on as before"
 

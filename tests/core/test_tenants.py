@@ -127,7 +127,7 @@ class TestEvents:
         assert isinstance(pool, FollowedPool) and tree.root.missing
         assert set(pool.doomed) == {*tree.walk()} - {tree.root}
         tenants.engine.reset()
-        tenants._blocks.clear()
+        tenants.blocks.clear()
         scopes["t0"].residency.refresh()
         assert not pool.doomed and not tree.size
 

@@ -164,8 +164,8 @@ class TestBatches:
         self, stream: DocumentStream, profile: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """docs/batches.md: the one with most cached tokens has the order in which the batch is served."""
-        monkeypatch.setattr(batch_price, "_WARM", 60)
-        monkeypatch.setattr(batch_price, "_BATCH", 24)
+        monkeypatch.setattr(batch_price, "WARM", 60)
+        monkeypatch.setattr(batch_price, "BATCH", 24)
         found = {plan.name: batch_price.measure(stream, plan, profile) for plan in batch_price.plans(8)}
         assert found.keys() == {"planned", "nearest first", "one by one"}
         assert all(each.seconds > 0 for each in found.values())

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.inside import bound, escape, escaping, set_bounds
 
-import ragorder.tokens as module
 from ragorder import Document, PromptBuilder
 from ragorder.tokens import special_token_escaper, split_text
 
@@ -21,9 +21,10 @@ OWN = ["ab", "aba", "b", "<s>"]
 
 def at_once(patterns: Sequence[re.Pattern[str]], text: str) -> str:
     """Escaping of special tokens, by `sub` alone."""
-    for _ in range(module._PASSES):
+    _, passes, broken = escaping()
+    for _ in range(passes):
         for pattern in patterns:
-            text = pattern.sub(module._break, text)
+            text = pattern.sub(broken, text)
     while any(pattern.search(text) for pattern in patterns):
         for pattern in patterns:
             text = pattern.sub("", text)
@@ -34,10 +35,10 @@ def at_once(patterns: Sequence[re.Pattern[str]], text: str) -> str:
 @given(texts=st.lists(st.sampled_from(PIECES), max_size=40), window=st.integers(1, 30))
 def test_windows_change_nothing(own: list[str] | None, texts: list[str], window: int) -> None:
     longest_first = sorted(OWN, key=lambda token: (-len(token), token))
-    patterns = module._COMMON_SPECIAL_TOKENS if own is None else [re.compile("|".join(map(re.escape, longest_first)))]
+    patterns = escaping()[0] if own is None else [re.compile("|".join(map(re.escape, longest_first)))]
     text = "".join(texts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_WINDOW", window)
+        set_bounds(patch, escaped_window=window)
         assert special_token_escaper(own)(text) == at_once(patterns, text)
 
 
@@ -49,9 +50,9 @@ def test_a_search_goes_no_further_than_a_window() -> None:
             ends.append(end - start)
             return []
 
-    assert module._replace(Pattern(), 10, "x" * 200_000, module._break) is None  # type: ignore[arg-type]
-    assert len(ends) == -(-200_000 // module._WINDOW)
-    assert max(ends) == module._WINDOW + 10
+    assert escape(Pattern(), 10, "x" * 200_000) is None
+    assert len(ends) == -(-200_000 // bound("escaped_window"))
+    assert max(ends) == bound("escaped_window") + 10
 
 
 LONG = " ".join(f"The cat {number} sleeps on the warm windowsill." for number in range(4000))

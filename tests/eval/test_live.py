@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from support.inside import replace_take, scopes_of
 from support.waiting import eventually
 
 from ragorder import Document, Orderer, PromptBuilder
@@ -273,13 +274,13 @@ class TestInterruptions:
     ) -> None:
         orderer = make_orderer()
         rag = client(orderer)
-        take, lost = orderer.events._take, []
-        monkeypatch.setattr(orderer.events, "_take", lost.append)
+        lost: list[Any] = []
+        take = replace_take(monkeypatch, orderer.events, lost.append)
         asked = rankings(8, documents)
         for each in asked:
             rag.generate("Unheard?", each, max_tokens=2)
         assert eventually(lambda: bool(lost))
-        monkeypatch.setattr(orderer.events, "_take", take)
+        replace_take(monkeypatch, orderer.events, take)
         rag.generate("Heard?", asked[0], max_tokens=2)
         assert eventually(lambda: orderer.events.counters.replays >= 2 and orderer.events.synchronised)
         self.check(rag, rankings(3, documents, seed=9))
@@ -332,7 +333,7 @@ class TestInterruptions:
             late = client(mirrored).generate(f"Mirrored {number}?", asked[5], max_tokens=2)
         assert abs(off_by(late)) <= 1
         assert orderer.fallbacks == mirrored.fallbacks == 0
-        assert all(lease.open is False for _, lease in orderer._scopes.pool.in_flight)
+        assert all(lease.open is False for _, lease in scopes_of(orderer).pool.in_flight)
 
 
 class TestTenants:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.commands import run_command
+from support.inside import measured_client_of
 from support.results import result_lines
 
 pytest.importorskip("numpy")
@@ -97,7 +98,7 @@ class TestAServer:
             before = await server.quiet()
             prompt = list(builder.prefix_ids)[:96]
             for cached in (0, 64):  # the last block is always computed
-                answer = await server._client.completions.create(
+                answer = await measured_client_of(server).completions.create(
                     model=facts.model, prompt=prompt, max_tokens=1, extra_body={"cache_salt": "counted"}
                 )
                 assert (answer.usage.prompt_tokens_details.cached_tokens or 0) == cached

@@ -27,6 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.benched import run_bench
 from support.commands import run_command
+from support.inside import replay_in_worker, set_bounds
 from support.results import result_lines
 from support.rings import examples, grid, length
 
@@ -613,7 +614,7 @@ class TestOverlap:
         whole = measure_overlap(log, 16)
         assert whole.exact
         assert whole.compared_requests == 2_000
-        monkeypatch.setattr("ragorder.eval.replay.overlap._COMPARED_REQUESTS", 300)
+        set_bounds(monkeypatch, compared_requests=300)
         steps = Steps()
         sampled = measure_overlap(log, 16, steps("", 0))
         assert not sampled.exact
@@ -626,7 +627,7 @@ class TestOverlap:
     def test_of_documents_that_many_requests_had_is_with_the_latest_of_them(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ragorder.eval.replay.overlap._COMPARISONS", 1)
+        set_bounds(monkeypatch, comparisons=1)
         first, others = line("abx", 0), [line("ab", number) for number in range(1, 30)]
         overlap = measure_overlap(read(first, *others, line("abx", 30)), 16)
         assert not overlap.exact
@@ -813,9 +814,8 @@ class TestProcesses:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         told, stop = array("q", [0]), SimpleNamespace(value=1)
-        monkeypatch.setattr(sweep, "_shared", (random_log(0), Setup(), told, stop), raising=False)
-        with pytest.raises(sweep._StoppedError):
-            sweep._work(0, sweep.ReplayJob("retrieval", None))
+        shared = random_log(0), Setup(), told, stop
+        assert not replay_in_worker(monkeypatch, shared, sweep.ReplayJob("retrieval", None))
         assert list(told) == [1]
 
     def test_end_when_the_replay_is_interrupted(self) -> None:

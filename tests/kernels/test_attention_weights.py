@@ -10,10 +10,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from support.inside import set_bounds
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ragorder.kernels.attention import weights
 from ragorder.kernels.attention.weights import Keys, Queries, attention_received
 
 BLOCK, HEADS, KV_HEADS, DIM = 16, 6, 2, 8
@@ -31,8 +31,7 @@ RULES: dict[str, dict[str, Any]] = {
 @pytest.fixture(params=CHUNKS.values(), ids=list(CHUNKS), autouse=True)
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, numbers = request.param
-    monkeypatch.setattr(weights, "_ROWS", rows)
-    monkeypatch.setattr(weights, "_WEIGHTS", numbers)
+    set_bounds(monkeypatch, weights_rows=rows, weights=numbers)
 
 
 def paged(tokens: int, own: int = 0, seed: int = 0) -> tuple[Keys, Tensor]:
@@ -126,8 +125,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_weights_are_never_in_memory_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_ROWS", 64)
-    monkeypatch.setattr(weights, "_WEIGHTS", 1 << 16)
+    set_bounds(monkeypatch, weights_rows=64, weights=1 << 16)
     cache = torch.randn(256, BLOCK, 1, DIM)
     keys = Keys(cache, torch.arange(256), 4096)
     queries = queries_at(torch.arange(3996, 4096))

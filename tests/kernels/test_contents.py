@@ -8,6 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from support.inside import bound
+
 from ragorder.kernels.cache import (
     Contents,
     CopyKind,
@@ -18,7 +20,6 @@ from ragorder.kernels.cache import (
     content_of,
     segments_of,
 )
-from ragorder.kernels.cache.contents import _FEWEST, _MOST_COPIES
 from ragorder.kernels.paging import KVShape
 
 SHAPE = KVShape(layers=1, kv_heads=1, head_dim=2, block_size=4)
@@ -111,7 +112,7 @@ class TestContents:
         for number in range(1_000):
             path = number.to_bytes(2, "big")
             contents.add(b"a", where(path + b"/a", path), CopyKind.AFTER_DOCUMENTS)
-            assert len(contents) <= _MOST_COPIES + 1
+            assert len(contents) <= bound("copies") + 1
         # The one of its own, and the latest.
         assert contents.cover([b"a"]) == [where(b"a", b"S")]
         contents.add(b"b", where(path + b"/a/b", path + b"/a"), CopyKind.AFTER_DOCUMENTS)
@@ -121,13 +122,14 @@ class TestContents:
         assert len(contents) == 2
 
     def test_do_not_grow_with_what_is_gone(self, contents: Contents) -> None:
-        for number in range(10 * _FEWEST):
+        fewest = bound("contents")
+        for number in range(10 * fewest):
             key = number.to_bytes(4, "big")
             contents.add(key, where(key), CopyKind.STANDALONE)
             if number % 10:
                 self.gone.add(key)
-        assert len(contents) <= 2 * _FEWEST + 2
-        alive = [key for number in range(0, 10 * _FEWEST, 10) if (key := number.to_bytes(4, "big"))]
+        assert len(contents) <= 2 * fewest + 2
+        alive = [key for number in range(0, 10 * fewest, 10) if (key := number.to_bytes(4, "big"))]
         assert all(contents.cover(alive))
 
 
@@ -163,6 +165,15 @@ class TestALease:
         cache.release(lease)
         cache.clear()
         assert cache.pool.used_blocks == 0
+
+    def test_finds_and_counts_after_a_clear_what_is_computed_again(self, cache: KnowledgeCache) -> None:
+        cache.clear()
+        assert len(cache.contents) == 0
+        compute(cache, path_of(A))
+        assert len(cache.contents) == 1
+        lease = cache.acquire(path_of(B, C, A), borrow=True)
+        assert [each.copy.node.start for each in lease.borrowed] == [5]
+        cache.release(lease)
 
     def test_keeps_what_it_borrows_until_it_is_given_back(self, cache: KnowledgeCache) -> None:
         lease = cache.acquire(path_of(D, A), borrow=True)

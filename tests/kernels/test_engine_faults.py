@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.inside import cache_of, disk_of, host_of, runner_of, tiers_of
+from support.inside import cache_of, disk_of, host_of, runner_of, sequences_of, set_bounds, tiers_of
 from support.rings import length
 from support.small_engine import BLOCK, Make, ask, block_bytes, difference, exactly, greedy, run, small_tiers, tokens
 
@@ -239,7 +239,7 @@ class TestAShortageOfMemory:
         assert completion.cached.device == 40
 
     def test_is_over_after_a_while(self, make: Make, faults: Break, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ragorder.kernels.engine.scheduler._STEPS_TO_GROW", 3)
+        set_bounds(monkeypatch, steps_to_grow=3)
         engine = make(max_batch_tokens=64)
         broken = faults(engine)
         broken.next = ["memory"]
@@ -280,7 +280,7 @@ class TestALostDevice:
         for call in (lambda: lost.add(request), lost.step, lambda: lost.generate([request])):
             with pytest.raises(DeviceLostError, match="start another process"):
                 call()
-        assert not lost._sequences
+        assert not lost.has_unfinished
         assert WORD not in caplog.text
 
     def test_leaves_the_disk_to_the_next_engine(
@@ -372,7 +372,7 @@ def test_every_request_is_answered_as_by_a_cold_engine_or_says_why_not(
     """1,000 failures in `make test-all`: answers are those of an engine without a failure and with nothing cached, in
     time, or errors that name the retries or the deadline. Where documents' KV is approximate, they are only answers."""
     # Memory is short far more often here than steps could grow again.
-    monkeypatch.setattr("ragorder.kernels.engine.scheduler._STEPS_TO_GROW", 2)
+    set_bounds(monkeypatch, steps_to_grow=2)
     random = Random(11)
     failures = length(1000, 30)
     documents = [tokens(random.randint(10, 60), 100 + number) for number in range(9)]
@@ -400,7 +400,7 @@ def test_every_request_is_answered_as_by_a_cold_engine_or_says_why_not(
     told: dict[int, list[int]] = {}
     ends: list[str] = []
     while broken.count < failures or engine.has_unfinished:
-        if broken.count < failures and len(engine._sequences) < 8:
+        if broken.count < failures and len(sequences_of(engine)) < 8:
             for _ in range(random.choice((0, 0, 1, 3))):
                 kind, deadline_s = random.randrange(len(kinds)), random.choice((8.0, 60.0, 1e6, 1e6))
                 request = kinds[kind]

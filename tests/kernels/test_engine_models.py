@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.families import DYNAMIC, FAMILIES, SIZES, VOCABULARY, WINDOW, family, make_model
-from support.inside import cache_of
+from support.inside import cache_of, path_of
 from support.rings import grid
 from support.small_engine import ask, difference, exactly, tokens
 
@@ -216,7 +216,7 @@ def test_the_kv_of_a_wrong_document_is_noticed(name: str) -> None:
         engine.generate([ask([right], question), ask([wrong], question)])
         blocks = []
         for document in (right, wrong):
-            lease = cache_of(engine).acquire(engine._validator.admit(-1, ask([document], question)).path)
+            lease = cache_of(engine).acquire(path_of(engine, ask([document], question)))
             blocks.append(list(lease.block_table))
             cache_of(engine).release(lease)
         kv = cache_of(engine).pool.kv

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.inside import cache_of
+from support.inside import cache_of, model_of, profile_in
 from support.small_engine import Make
 
 torch = pytest.importorskip("torch")
@@ -37,7 +37,7 @@ def start(make: Make) -> Make:
 
 
 def profile_of(engine: TieredEngine) -> PrefillProfile:
-    assert cache_of(engine)._uses._profile is engine.profile
+    assert profile_in(cache_of(engine)) is engine.profile
     return engine.profile
 
 
@@ -83,7 +83,7 @@ def test_the_disk_of_an_engine_without_one_is_its_own(start: Make, tmp_path: Pat
         engine = start(**shape, profile=chosen)
         assert not engine.stats().cache.disk.refused
         assert engine.stats().cache.disk.capacity_bytes
-        first, second = (identity(each._model.model, each._model.shape) for each in (engine, start(profile=None)))
+        first, second = (identity(*model_of(each)) for each in (engine, start(profile=None)))
         assert first == second
         engine.close()
 

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.inside import cache_of
+from support.inside import cache_of, path_of
 from support.rings import length
 from support.small_engine import BLOCK, Make, ask, block_bytes, greedy, run, small_tiers, tokens
 
@@ -86,7 +86,7 @@ class TestTiers:
             engine.generate([ask([document], tokens(9, 5))])
         tiers = ("device", "host", "disk")
         asked = {document: ask([text], tokens(9, 6)) for document, text in enumerate(documents)}
-        paths = {document: engine._validator.admit(0, each).path for document, each in asked.items()}
+        paths = {document: path_of(engine, each) for document, each in asked.items()}
         where = {document: cache_of(engine).find(path) for document, path in paths.items()}
         held = [next(document for document in where if getattr(where[document], tier) == 40) for tier in tiers]
         assert served(engine, *(asked[document] for document in reversed(held))) == [2, 1, 0]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pytest
 from support.families import ROTATED, WINDOWED, family
-from support.inside import cache_of, scorer_of, tiers_of
+from support.inside import cache_of, replace_forward, scorer_of, sequences_of, tiers_of
 from support.rings import grid, length
 from support.small_engine import BLOCK, Make, block_bytes, difference, exactly, greedy, run, small_tiers, tokens
 
@@ -248,7 +248,7 @@ class TestSelecting:
         selecting = 0
         while True:
             updates = engine.step()
-            [sequence] = [each for each in engine._sequences.values() if each.request_id == request] or [None]
+            [sequence] = [each for each in sequences_of(engine).values() if each.request_id == request] or [None]
             told += [update.token_ids for update in updates if update.request_id != request]
             if sequence is None:
                 break
@@ -279,16 +279,18 @@ class TestSelecting:
         warm(engine, [A], [B])
         request = prompt_of(SYSTEM, [B, A], QUESTION, fusion=Fusion(0.3, "query", rounds=2))
         [undisturbed] = engine.generate([request])
-        scorer = scorer_of(engine)
-        forward, failures = scorer._forward, [RuntimeError(), torch.OutOfMemoryError()]
+        failures = [RuntimeError(), torch.OutOfMemoryError()]
 
         class Fails:
+            def __init__(self, forward: Any) -> None:
+                self.forward = forward
+
             def until_ended(self, *arguments: Any) -> None:
                 if failures:
                     raise failures.pop()
-                forward.until_ended(*arguments)
+                self.forward.until_ended(*arguments)
 
-        monkeypatch.setattr(scorer, "_forward", Fails())
+        replace_forward(monkeypatch, scorer_of(engine), Fails)
         [completion] = engine.generate([request])
         assert not failures
         # Shorter steps keep what is cached, another failure loses it: then all is computed.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.inside import set_bounds
 from support.small_engine import small_model
 
 torch = pytest.importorskip("torch")
@@ -19,7 +20,6 @@ from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEng
 from ragorder.kernels.models.identity import identity
 from ragorder.kernels.models.loading import load_model
 from ragorder.kernels.paging import KVShape
-from ragorder.kernels.store import hashing
 
 pytestmark = pytest.mark.merge
 
@@ -176,7 +176,7 @@ class TestOneValueMakesAnotherModel:
         assert identity(strided, SHAPE) != before
 
     def test_a_tensor_in_many_pieces(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(hashing, "_PIECE_BYTES", 1000)
+        set_bounds(monkeypatch, hashed_bytes=1000)
         before = identity(model, SHAPE)
         assert identity(model, SHAPE) == before
         weights = model.model.embed_tokens.weight.data.view(-1)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.inside import questions_of
 from support.small_engine import Make, tokens
 
 torch = pytest.importorskip("torch")
@@ -16,7 +17,6 @@ from support.fused_reference import prompt_of
 
 from ragorder.kernels.engine import Completion, Fusion, Request, TieredEngine
 from ragorder.kernels.engine.scoring import Scorer
-from ragorder.kernels.engine.selecting import KeptQuestions
 
 SYSTEM = tokens(21, 100)
 A, B, NEW = (tokens(length, seed) for length, seed in ((37, 1), (30, 2), (16, 3)))
@@ -134,13 +134,8 @@ class TestBounds:
     def engine(self, fusing: Make) -> TieredEngine:
         return fusing()
 
-    def kept(self, engine: TieredEngine, **bounds: Any) -> KeptQuestions:
-        for name, bound in bounds.items():
-            setattr(engine._questions, f"_{name}", bound)
-        return engine._questions
-
     def test_the_latest_fit(self, engine: TieredEngine) -> None:
-        questions = self.kept(engine, most_tokens=25)
+        questions = questions_of(engine, most_tokens=25)
         for seed in range(4):
             engine.generate([warm_up(tokens(9, seed))])
         assert len(questions) == 2
@@ -151,14 +146,14 @@ class TestBounds:
 
     @pytest.mark.parametrize(("most_tokens", "count"), [(9, 1), (8, 0)])
     def test_one_is_kept_once_unless_it_is_too_long(self, engine: TieredEngine, most_tokens: int, count: int) -> None:
-        questions = self.kept(engine, most_tokens=most_tokens)
+        questions = questions_of(engine, most_tokens=most_tokens)
         for _ in range(3):
             engine.generate([warm_up()])
             assert len(questions) == count
 
     def test_they_expire(self, engine: TieredEngine) -> None:
         times = [0.0]
-        questions = self.kept(engine, clock=lambda: times[-1])
+        questions = questions_of(engine, clock=lambda: times[-1])
         engine.generate([warm_up()])
         for now, count in ((59.0, 1), (61.0, 0)):
             times.append(now)

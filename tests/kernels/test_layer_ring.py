@@ -200,8 +200,10 @@ class TestSlots:
 
 def test_closing_waits_for_the_thread() -> None:
     source = Source(held=True)
+    before = set(threading.enumerate())
     ring = LayerRing(source, [LayerBuffer(8, CPU)])
     ring.order(range(3))
+    assert set(threading.enumerate()) > before
     source.let.release()
     ring.close()
-    assert not ring._thread.is_alive()
+    assert set(threading.enumerate()) <= before

@@ -29,6 +29,7 @@ from support.attention import (
     paged,
     wrong_block,
 )
+from support.inside import aligned
 from support.rings import grid
 
 torch = pytest.importorskip("torch")
@@ -296,7 +297,7 @@ class TestTorch:
     def test_cuts_masks_for_a_gpu_that_can_be_read_in_words(self) -> None:
         mask = torch.randn(21, 118, dtype=torch.bfloat16)[5:, 31:]
         assert mask.data_ptr() % 16 and mask.stride(0) * 2 % 16
-        cut = torch_backend._aligned(mask)
+        cut = aligned(mask)
         assert torch.equal(cut, mask)
         assert cut.data_ptr() % 16 == cut.stride(0) * 2 % 16 == 0
 

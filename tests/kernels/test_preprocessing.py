@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.inside import model_of, models_held, preprocessor_of
 from support.rings import ALL, length
 from support.small_engine import BLOCK, Make, ask, difference, exactly, small_model, tokens
 
@@ -112,14 +113,8 @@ def built(
 
 
 def close(builder: FusionBuilder) -> None:
-    if builder._model.model in _held():
+    if model_of(builder)[0] in models_held():
         builder.close()
-
-
-def _held() -> Any:
-    from ragorder.kernels.models import model as models
-
-    return models._held
 
 
 @pytest.fixture
@@ -239,10 +234,10 @@ class TestABuildIsADiskTier:
     ) -> None:
         documents = corpus(5)
         with built(open_builder, documents) as builder:
-            shape, preprocessor = builder._model.shape, builder._preprocessor
+            preprocessor, (_, shape) = preprocessor_of(builder), model_of(builder)
             alone = [preprocessor.compute([Prefill(each.token_ids)])[0] for each in documents]
             [expected] = preprocessor.compute([Prefill(documents[3].token_ids, [alone[4], alone[0]])])
-            named = identity(builder._model.model, shape)
+            named = identity(*model_of(builder))
         engine = make(disk_path=tmp_path / "build")
         [completion] = engine.generate([ask([PREFIX, documents[3].token_ids], tokens(7, 9))])
         assert completion.cached.total == len(PREFIX)

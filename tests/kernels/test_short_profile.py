@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.inside import lock_profile
 
 from ragorder.common.files import cache_folder
 from ragorder.kernels.profile_cache import ProfileCache, profile_key
@@ -256,7 +257,7 @@ class TestCache:
 
     def test_does_not_wait_for_a_process_that_hangs(self, tmp_path: Path) -> None:
         cache = ProfileCache(tmp_path)
-        with cache._lock(KEY, 1.0):
+        with lock_profile(cache, KEY):
             assert cache.find_or_measure(KEY, lambda: PROFILE, patience_s=0.1) == PROFILE
 
     def test_is_in_the_users_cache_folder(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,7 +14,17 @@ from typing import Any
 
 import pytest
 from support.families import STREAMED, family, make_model
-from support.inside import await_reads, cache_of, runner_of, scheduler_of, streamer_of
+from support.inside import (
+    ALLOCATE,
+    await_reads,
+    cache_of,
+    counters_of,
+    model_of,
+    runner_of,
+    scheduler_of,
+    set_bounds,
+    streamer_of,
+)
 from support.rings import grid
 from support.small_engine import run, tokens
 from support.streamed import (
@@ -179,7 +189,7 @@ class TestStream:
             [expected] = engine.generate([request])
             for seed in range(4):
                 engine.generate([ask([tokens(200, 10 + seed)], tokens(9, 2), max_tokens=1)])
-            name = identity(engine._model.model, engine._model.shape)
+            name = identity(*model_of(engine))
         with TieredEngine.load(small_folder, streaming(small_folder, 2, **disk)) as engine:
             [found] = engine.generate([request])
             assert (found.cached, found.token_ids) == ((0, 0, 100), expected.token_ids)
@@ -188,7 +198,7 @@ class TestStream:
             [found] = engine.generate([request])
             assert found.cached.total == 0
             stored = dict(streamer_of(engine).store.parameters("model.layers"))
-            assert identity(engine._model.model, engine._model.shape, stored) != name
+            assert identity(*model_of(engine), stored) != name
 
 
 class TestFaults:
@@ -233,7 +243,7 @@ class TestFaults:
     ) -> None:
         expected = engine.generate(requests())
         read, before = os.preadv, engine.stats()
-        counters = engine._counters
+        counters = counters_of(engine)
 
         def preadv(*arguments: Any) -> int:
             # However many reads are under way in a step, and however often each is tried: two steps fail.
@@ -369,7 +379,7 @@ class TestPoolsAndRelief:
 
     def test_what_was_given_back_returns_after_many_steps(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = answers(folder, range(0, 400, 100))
-        monkeypatch.setattr("ragorder.kernels.engine.budgeted._STEPS_TO_GROW", 2)
+        set_bounds(monkeypatch, streamed_steps_to_grow=2)
         with TieredEngine.load(folder, streaming(folder, 5)) as engine:
             streamer = streamer_of(engine)
             placed = streamer.residency
@@ -388,7 +398,7 @@ class TestPoolsAndRelief:
             assert streamer.slots > 3
 
     def test_layers_stay_where_they_were_moved_to(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ragorder.kernels.engine.budgeted._STEPS_TO_GROW", 2)
+        set_bounds(monkeypatch, streamed_steps_to_grow=2)
         with TieredEngine.load(folder, streaming(folder, 5)) as engine:
             streamer = streamer_of(engine)
             assert streamer.residency.count(Place.DEVICE) == 2
@@ -425,7 +435,7 @@ class TestPoolsAndRelief:
     ) -> None:
         """And does not complain of the size of the pool that there was before."""
         with TieredEngine.load(folder, whole(host_bytes=1 << 20)) as engine:
-            pool, make = cache_of(engine).pool, BlockPool._make
+            pool, make = cache_of(engine).pool, getattr(BlockPool, ALLOCATE)
 
             def none(each: BlockPool, blocks: int) -> Any:
                 if blocks:
@@ -433,7 +443,7 @@ class TestPoolsAndRelief:
                 return make(each, blocks)
 
             with monkeypatch.context() as short, pytest.raises(MemoryError, match="taken"):
-                short.setattr(BlockPool, "_make", none)
+                short.setattr(BlockPool, ALLOCATE, none)
                 cache_of(engine).replace_device(4)
             assert pool.blocks == 0
             with pytest.raises(MemoryError, match="no room"):
@@ -444,7 +454,7 @@ class TestPoolsAndRelief:
     def test_memory_that_cannot_be_taken_again_loses_no_token(
         self, folder: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ragorder.kernels.engine.budgeted._STEPS_TO_GROW", 1)
+        set_bounds(monkeypatch, streamed_steps_to_grow=1)
         attempts: list[Residency] = []
 
         def broken(residency: Residency) -> bool:
@@ -592,7 +602,7 @@ class TestMovesWhileRequestsRun:
     def test_layers_make_way_for_a_request_that_a_smaller_pool_has_no_room_for(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ragorder.kernels.engine.budgeted._STEPS_TO_GROW", 2)
+        set_bounds(monkeypatch, streamed_steps_to_grow=2)
         with TieredEngine.load(folder, streaming(folder, 6, verify=False)) as engine:
             placed = self.placement(engine, 4, tokens_=128)
             engine.place(placed)

@@ -14,7 +14,17 @@ from typing import Any
 
 import pytest
 from support.families import make_model
-from support.inside import cache_of, host_of, leases_of, scheduler_of, streamer_of, tiers_of
+from support.inside import (
+    ALLOCATE,
+    ALLOCATE_LAYER,
+    cache_of,
+    host_of,
+    leases_of,
+    model_of,
+    scheduler_of,
+    streamer_of,
+    tiers_of,
+)
 from support.rings import length
 from support.small_engine import tokens
 from support.streamed import TOKENS, room_for, saved, streaming, whole
@@ -62,7 +72,8 @@ class Faults:
         return called
 
     def install(self, engine: TieredEngine, patch: Callable[..., None]) -> None:
-        preadv, make, make_layers = os.preadv, BlockPool._make, LayeredPool._make
+        preadv, zeros = os.preadv, getattr(LayeredPool, ALLOCATE_LAYER)
+        make, make_layers = (getattr(pool, ALLOCATE) for pool in (BlockPool, LayeredPool))
 
         def read(*arguments: Any) -> int:
             return 0 if self.due("end of a file", 0.001) else preadv(*arguments)
@@ -78,14 +89,14 @@ class Faults:
         patch(os, "readv", self.failing("read of KV", 0.2, os.readv, OSError, *io_error))
         patch(os, "writev", self.failing("write of KV", 0.2, os.writev, OSError, *full))
         patch(feeder, "mmap", self.failing("buffer of a layer", 0.3, feeder.mmap, OSError, *short))
-        patch(BlockPool, "_make", making)
-        patch(LayeredPool, "_make", making)
-        patch(LayeredPool, "_zeros", self.failing("layer of a pool", 0.02, LayeredPool._zeros, MemoryError))
+        patch(BlockPool, ALLOCATE, making)
+        patch(LayeredPool, ALLOCATE, making)
+        patch(LayeredPool, ALLOCATE_LAYER, self.failing("layer of a pool", 0.02, zeros, MemoryError))
         plan, allocator = scheduler_of(engine).plan, "DefaultCPUAllocator: can't allocate memory"
         patch(scheduler_of(engine), "plan", self.failing("planning", 0.004, plan, MemoryError))
         patch(runner, "choose", self.failing("sampling", 0.01, runner.choose, RuntimeError, allocator))
         computing = self.failing("within a layer", 0.01, lambda *_: None, torch.OutOfMemoryError, "out of memory")
-        for layer in decoder_layers(engine._model.model)[1]:
+        for layer in decoder_layers(model_of(engine)[0])[1]:
             layer.mlp.register_forward_pre_hook(computing)
 
 

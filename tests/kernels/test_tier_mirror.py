@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import held_in, key_in, room_of
 from support.rings import examples
 
 from ragorder.trie.mirror import MirroredTier, TieredPool, TieredResidency, TierMirror
@@ -185,7 +186,7 @@ class TestWhatIsHeld:
         for number in range(40):
             engine.serve([f"{number}", "x"])
         assert engine.tree.size <= 10
-        documents = [key for tier in engine.mirror.tiers for key in tier._held]
+        documents = [key for tier in engine.mirror.tiers for key in held_in(tier)]
         assert len(documents) <= 2 * (10 + 1), "the tiers' mirror forgets what the trees forget"
 
     def test_a_scope_that_lost_everything_is_reported(self, write_through: bool) -> None:
@@ -282,7 +283,7 @@ class TestInFlight:
         kept = [
             document
             for document in "abcdefgh"
-            if engine.residency._key(path_of(engine.tree, document)[1]) in engine.mirror
+            if key_in(engine.residency, path_of(engine.tree, document)[1]) in engine.mirror
         ]
         assert kept[:1] == ["a"] and kept[-1] == "h" and len(kept) <= 5
         for lease in leases:
@@ -312,7 +313,7 @@ def test_a_lost_node_takes_those_after_it_with_it() -> None:
     assert engine.held("ab") == 2 and engine.loads("ab") == [DEVICE, HOST]
     engine.serve("de")
     assert engine.held("ab") == 0
-    assert engine.residency._key(path[2]) not in engine.mirror
+    assert key_in(engine.residency, path[2]) not in engine.mirror
 
 
 def test_an_engine_that_copies_evicted_documents_holds_more() -> None:
@@ -326,7 +327,7 @@ def test_an_engine_that_copies_evicted_documents_holds_more() -> None:
 def test_a_dry_run_has_the_same_room_and_changes_nothing() -> None:
     engine = Engine(2, 2, 0)
     engine.serve_each("abcd")
-    room = engine.pool._held_tokens
+    room = room_of(engine.pool)
     before = [engine.loads(document) for document in "abcd"]
     copy = engine.residency.copy()
     assert type(copy) is LRUResidency and not copy.pool.unlimited
@@ -399,7 +400,7 @@ def check(pool: TieredPool, scopes: Sequence[Scope]) -> None:
             if node.parent is not None:
                 assert node in known
             if node.stamp and not node.leases and node.missing < node.blocks:
-                assert residency._key(node) in pool.mirror, "held, and in no tier"
+                assert key_in(residency, node) in pool.mirror, "held, and in no tier"
         in_flight = sum(
             lease.suffix_blocks + lease.partial_blocks
             for each, lease in pool.in_flight

@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.inside import cache_of, host_of, runner_of, scheduler_of
+from support.inside import cache_of, host_of, preempt, runner_of, scheduler_of
 from support.small_engine import (
     BLOCK,
     VOCABULARY,
@@ -698,7 +698,7 @@ class TestFailures:
         for _ in range(3):
             engine.step()
         scheduler = scheduler_of(engine)
-        scheduler._preempt(scheduler.running[0])
+        preempt(scheduler, scheduler.running[0])
         assert engine.stats().cache.device.nodes == 1
         with spoiled(engine, lambda logits: torch.full_like(logits, math.nan)):
             [failed] = run(engine).values()

@@ -6,32 +6,34 @@ import asyncio
 import gc
 import itertools
 import math
-import random
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import NEXT_PIECE, cluster_index
 from support.rings import examples, grid, length
 
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from support.ivf import FLAVOURS, IP, L2, METRICS, D, assert_same, build, tied, tied_index
+from support.ivf import FLAVOURS, IP, L2, METRICS, AsFaiss, D, assert_same, build, last, tied, tied_index
 from support.ivf import clustered as vectors
 
-from ragorder.pipelining import ContinuousIVF, staged_retrieval
+from ragorder.pipelining import ContinuousIVF, Stage, staged_retrieval
 from ragorder.pipelining.search import Budget, History, SearchHandle
 from ragorder.pipelining.search.continuous import fill
 from ragorder.pipelining.search.costs import ClusterCosts, PieceLimit
 from ragorder.pipelining.search.request import PastSearch, SearchRequest
 from ragorder.pipelining.search.running import RunningSearch
-from ragorder.pipelining.staged._ivf import ClusterIndex
 
+CLUSTERS = cluster_index()
 N = 2000
 SMALL_PIECES = 1e-12
 """An overhead of a piece, in seconds, at which every piece is one cluster."""
@@ -62,15 +64,24 @@ def queries() -> Any:
     return vectors(200, 1)
 
 
-class TestTheResultIsThatOfFaiss:
-    """Ids and distances, bit for bit."""
+class TestTheLastStageIsTheSearch(AsFaiss):
+    def found(self, index: Any, queries: Any, k: int, folder: Path, chance: Random) -> Stage:
+        budget = Budget(chance.choice([SMALL_PIECES, 1e-7, 1e-3]))
+        return last(undriven(index, cores=chance.randint(1, 3), budget=budget).search(queries, k))
+
+    def check(self, index: Any, queries: Any, k: int, folder: Path, seed: int = 0) -> None:
+        if k <= index.ntotal:
+            super().check(index, queries, k, folder, seed)
+        else:
+            with pytest.raises(ValueError, match=f"k={k}, but the index has {index.ntotal} vectors: give a smaller k"):
+                self.found(index, queries, k, folder, Random(seed))
 
     @pytest.mark.parametrize(
         ("data", "description", "metric"),
         grid([*itertools.product([vectors, tied], FLAVOURS, METRICS.values())], 9),
     )
     def test_of_64_that_join_and_leave_in_every_kind_of_index(self, data: Any, description: str, metric: int) -> None:
-        chance, index, queries = random.Random(0), build(description, metric, data(600, 0), nprobe=7), data(160, 1)
+        chance, index, queries = Random(0), build(description, metric, data(600, 0), nprobe=7), data(160, 1)
         search = undriven(index, cores=2)
         histories = [None, *(History() for _ in range(4))]
         handles: list[SearchHandle] = []
@@ -153,7 +164,7 @@ class TestTheResultIsThatOfFaiss:
     def test_of_many_threads(self, flat: Any, queries: Any) -> None:
         with ContinuousIVF(flat, nprobe=12, cores=2, budget=Budget(1e-6)) as search:
             with ThreadPoolExecutor(16) as pool:
-                found = list(pool.map(lambda query: list(search.search(query[None], 5))[-1], queries))
+                found = list(pool.map(lambda query: last(search.search(query[None], 5)), queries))
             assert search.in_flight == 0
         expected = flat.search(queries, 5, params=params_of(12))
         for row, stage in enumerate(found):
@@ -183,12 +194,6 @@ class TestTheResultIsThatOfFaiss:
         expected = flat.search(queries[:8], 5, params=params_of(9))
         for row, handle in enumerate(handles):
             assert_same(handle.result(), expected, row)
-
-    def test_of_no_query_at_all_and_of_one_with_nan(self, flat: Any) -> None:
-        *_, found = undriven(flat).search(np.empty((0, D), np.float32), 5)
-        assert found.final and found.ids.shape == (0, 5)
-        query = np.full((1, D), np.nan, np.float32)
-        assert_same(undriven(flat, 9).submit(query, 5).result(), flat.search(query, 5))
 
 
 class TestSearchParameters:
@@ -344,14 +349,14 @@ class TestAPiece:
         assert [search for search, _ in piece] == searches[:taken]
 
     def test_of_one_search_is_dealt_to_cores(self, flat: Any, queries: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        search, calls, scan = undriven(flat, 24, 3, budget=Budget(1e9)), [], ClusterIndex.scan
+        search, calls, scan = undriven(flat, 24, 3, budget=Budget(1e9)), [], CLUSTERS.scan
         search.costs.code_s = 1.0
 
         def seen(self: Any, rows: Any, k: int, clusters: Any, *rest: Any, **options: Any) -> Any:
             calls.append((clusters >= 0).sum())
             return scan(self, rows, k, clusters, *rest, **options)
 
-        monkeypatch.setattr(ClusterIndex, "scan", seen)
+        monkeypatch.setattr(CLUSTERS, "scan", seen)
         assert_same(search.submit(queries[0], 5).result(), flat.search(queries[:1], 5, params=params_of(24)))
         assert len(calls) == 3 and sum(calls) == 24
 
@@ -391,14 +396,14 @@ class TestSearchesThatEndEarly:
                 waiting.result(10)
 
     def test_by_an_error_do_not_end_the_others(self, flat: Any, queries: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        scan, bad = ClusterIndex.scan, queries[3]
+        scan, bad = CLUSTERS.scan, queries[3]
 
         def failing(self: Any, rows: Any, *rest: Any, **options: Any) -> Any:
             if (rows == bad).all(axis=1).any():
                 raise RuntimeError("a broken cluster")
             return scan(self, rows, *rest, **options)
 
-        monkeypatch.setattr(ClusterIndex, "scan", failing)
+        monkeypatch.setattr(CLUSTERS, "scan", failing)
         search = undriven(flat, 9, 2, budget=Budget(1e9))
         search.costs.code_s = 1.0
         handles = [search.submit(query, 5) for query in queries[:8]]
@@ -423,7 +428,7 @@ class TestSearchesThatEndEarly:
         self, flat: Any, queries: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Failures of the quantizer, of scans, of decoding and of the piece itself, and cancellations."""
-        chance = random.Random(0)
+        chance = Random(0)
 
         def sometimes(method: Any) -> Any:
             def fail(*arguments: Any, **options: Any) -> Any:
@@ -434,8 +439,8 @@ class TestSearchesThatEndEarly:
             return fail
 
         for name in ("scan", "nearest_clusters", "vectors", "ids_at"):
-            monkeypatch.setattr(ClusterIndex, name, sometimes(getattr(ClusterIndex, name)))
-        monkeypatch.setattr(ContinuousIVF, "_next_piece", sometimes(ContinuousIVF._next_piece))
+            monkeypatch.setattr(CLUSTERS, name, sometimes(getattr(CLUSTERS, name)))
+        monkeypatch.setattr(ContinuousIVF, NEXT_PIECE, sometimes(getattr(ContinuousIVF, NEXT_PIECE)))
         expected = flat.search(queries, 5, params=params_of(9))
         answers: list[str] = []
         with ContinuousIVF(flat, nprobe=9, cores=2, budget=Budget(1e-7)) as search:
@@ -644,7 +649,6 @@ class TestBadInput:
             (np.zeros((1, D + 1)), 5, {}, r"queries must have the shape \(n, 16\), got \(1, 17\)"),
             (np.zeros((1, 1, D)), 5, {}, r"queries must have the shape"),
             (np.zeros((1, D)), 0, {}, "k must be at least 1, got 0"),
-            (np.zeros((1, D)), N + 1, {}, "k=2001, but the index has 2000 vectors"),
             (np.zeros((1, D)), 5, {"nprobe": 0}, "nprobe must be at least 1, got 0"),
             (np.zeros((1, D)), 5, {"nprobe": 3, "max_codes": 10}, "max_codes=10, a limit across stages"),
             (np.zeros((1, D)), 5, {"quantizer_params": faiss.SearchParametersIVF()}, "set the quantizer itself"),
@@ -727,7 +731,7 @@ class TestBudget:
 
 class TestCosts:
     def test_are_learnt_from_calls_of_several_sizes(self) -> None:
-        costs, rng = ClusterCosts(1e-6), random.Random(0)
+        costs, rng = ClusterCosts(1e-6), Random(0)
         for _ in range(300):
             codes = rng.randrange(100, 20_000)
             costs.learn(codes, (9e-5 + 77e-9 * codes) * rng.uniform(0.9, 1.1))

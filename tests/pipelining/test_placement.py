@@ -262,6 +262,29 @@ class TestBudgetsThatAreTooSmall:
         assert re.findall(form, str(refused.value)) == [(name, str(least - given), str(least))]
         plan_placement(replace(budgets, **{name: least}), estimate())
 
+    def test_what_is_said_of_a_model_without_staging_is_the_least(self) -> None:
+        """Of random models and indexes. A model of one layer is never staged."""
+        random, refused = Random(2), Counter[str]()
+        for _ in range(600):
+            costs = drawn_costs(random, layers=random.randint(1, 3), partitions=random.randint(0, 4))
+            if len(costs.model.layers) > 1 and costs.model.staging:
+                continue
+            budgets, least = drawn_budgets(random, costs), dict[str, int]()
+            while True:
+                try:
+                    plan_placement(budgets, costs)
+                    break
+                except PlacementError as error:
+                    [(name, size)] = re.findall(r" Give (\w+) (\d+) or more", str(error))
+                    assert name not in least
+                    least[name] = int(size)
+                    budgets = replace(budgets, **{name: least[name]})
+            for name, size in list(least.items())[-1:]:
+                refused[name] += 1
+                with pytest.raises(PlacementError):
+                    plan_placement(replace(budgets, **{name: size - 1}), costs)
+        assert min(refused["device_bytes"], refused["host_bytes"]) > 20
+
 
 class TestMeanLatency:
     def test_without_retrieval_it_is_equation_6(self) -> None:

@@ -19,12 +19,13 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import serve_live
 from support.rings import examples
 from support.waiting import eventually, turns, until
 
 from ragorder import Document, Lengths, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.observing.observed import ObservedOrderer
-from ragorder.benchmarks.ragcache.reordering import DISCIPLINES, LiveQueues, SimulatedQueues
+from ragorder.benchmarks.ragcache.reordering import DISCIPLINES, SimulatedQueues
 from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.trace import trace_of_workload
@@ -364,7 +365,7 @@ class TestTheMeasurement:
         first_tokens = [sum(prefills[: number + 1]) + number / 4 for number in range(3)]
         assert outcome.ttft_s == pytest.approx([first_tokens[0], first_tokens[1] - 0.1, first_tokens[2] - 0.3])
 
-    def test_on_a_server_the_time_in_the_queue_counts_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_on_a_server_the_time_in_the_queue_counts_too(self) -> None:
         """The far end, on a virtual clock: a first token after half a second, and the slot free after two."""
 
         class Slow:
@@ -384,12 +385,9 @@ class TestTheMeasurement:
                 await asyncio.sleep(2.0)
                 return EngineCompletion(0.5, 0, len(token_ids))
 
-        queues = object.__new__(LiveQueues)
-        monkeypatch.setattr(queues, "_connect", Slow, raising=False)
-        monkeypatch.setattr(queues, "_prompts", NumberedPrompts(), raising=False)
-        monkeypatch.setattr(queues, "_max_in_flight", 1, raising=False)
         trace = trace_of_workload(make_workload("unique", 0, requests=3), 3)
-        outcome = run_virtual(queues._serve(trace, [0.0, 0.5, 5.0], DISCIPLINES["fcfs"]))
+        queued = trace, [0.0, 0.5, 5.0], DISCIPLINES["fcfs"]
+        outcome = run_virtual(serve_live(Slow, NumberedPrompts(), 1, *queued))
         # The second waits from 0.5 to 2; the third finds the slot free.
         assert outcome.ttft_s == pytest.approx([0.5, 1.5 + 0.5, 0.5])
         assert outcome.total_s == pytest.approx(7.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from support.inside import computed_in
 
 from ragorder.pipelining.reordering import CachedLengths
 from ragorder.pipelining.replicas import BestReplica, ReplicaState
@@ -68,4 +69,4 @@ class TestWork:
         best = BestReplica[int]()
         for number in range(8000):
             best.choose({number: state(0), number + 1: state(0)})
-        assert len(best._computed) <= 4000
+        assert len(computed_in(best)) <= 4000

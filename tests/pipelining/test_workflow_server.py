@@ -10,6 +10,7 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from itertools import count, islice
 from random import Random
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -856,6 +857,30 @@ class TestServer:
         for piece in due:
             assert 0 <= piece.planned_s <= piece.started_s <= piece.ended_s <= trace.total_s
         assert due[0].clusters == 8 and due[0].stages >= 1 and due[1].tokens == 20 and due[1].prompt_tokens == 60
+
+    async def test_a_transformation_is_told_after_which_share_of_a_search_nothing_changed(
+        self, search: ContinuousIVF
+    ) -> None:
+        """Without a history, as a request's first search, and with one."""
+        told: list[tuple[float | None, float | None, float]] = []
+
+        class Always(Reorder):
+            def apply(self, wavefront: Any, measured: Any, /) -> None:
+                told.append((measured.settled.value, measured.settled_near.value, measured.hint))
+                super().apply(wavefront, measured)
+
+            def gain_s(self, *_: Any) -> float:
+                return 1.0
+
+        traces: list[WorkflowTrace] = []
+        async with server_of(search, transformations=(Split(), Always()), observer=traces.append) as server:
+            for query in ("why?", "who?", "what?"):
+                await server.run(irg(rounds=3).compile(), query)
+        searches = [[each for each in trace.pieces if each.worker == "search"] for trace in traces]
+        shares = [[1 - each.settled / each.clusters for each in pieces] for pieces in searches]
+        alone, near = mean(first for first, *_ in shares), mean(share for _, *others in shares for share in others)
+        assert 0 < alone < 1 and 0 < near < 1
+        assert told[-1] == pytest.approx((alone, near, alone - near))
 
     async def test_a_request_has_a_history_of_its_own(self, index: Any) -> None:
         """Two requests of the same queries: neither search of the second is ordered by those of the first."""

@@ -21,14 +21,14 @@ from ragorder import Orderer
 from ragorder.benchmarks.ragcache.replacement.streams import DocumentStream
 from ragorder.benchmarks.ragcache.replacement.tiers import A10G, SYSTEM_TOKENS, TwoTiers
 from ragorder.ordering import Ordering
-from ragorder.scope.batch_plan import _DryRun, _in_windows, _nearest_first, _one_by_one
 from ragorder.scope.request import OrderRequest
 from ragorder.scope.scope import Scope
 from ragorder.trie.profile import PrefillProfile
+from support.inside import batch_orders, dry_run, start_in
 from support.price import orderer_of, serve, sizes_of, streams_of
 
-_WARM, _BATCH = 300, 200
-_WINDOWS = (32, _BATCH)
+WARM, BATCH = 300, 200
+_WINDOWS = (32, BATCH)
 _HOST_US = (6.5, 150.0)
 _POLICY = "pgdsf"
 
@@ -37,7 +37,7 @@ class _Plan(NamedTuple):
     """`wins`: with equal hits before later ones, as in `plan_batch`."""
 
     name: str
-    run: Callable[[_DryRun, Sequence[OrderRequest[Any]]], None]
+    run: Callable[[Any, Sequence[OrderRequest[Any]]], None]
 
 
 class _Served(NamedTuple):
@@ -46,9 +46,10 @@ class _Served(NamedTuple):
 
 
 def plans(window: int) -> list[_Plan]:
-    whole = [_Plan("planned", partial(_in_windows, window=window))]
-    nearest = [_Plan("nearest first", partial(_nearest_first, window=window))] if window < _BATCH else []
-    return [*whole, *nearest, _Plan("one by one", _one_by_one)]
+    in_windows, nearest_first, one_by_one = batch_orders()
+    whole = [_Plan("planned", partial(in_windows, window=window))]
+    nearest = [_Plan("nearest first", partial(nearest_first, window=window))] if window < BATCH else []
+    return [*whole, *nearest, _Plan("one by one", one_by_one)]
 
 
 def measure(stream: DocumentStream, plan: _Plan, profile: Path) -> _Served:
@@ -63,14 +64,13 @@ def measure(stream: DocumentStream, plan: _Plan, profile: Path) -> _Served:
         tier_copies="evicted",
         profile=profile,
     )
-    warm, batch = stream.requests[:_WARM], stream.requests[_WARM : _WARM + _BATCH]
+    warm, batch = stream.requests[:WARM], stream.requests[WARM : WARM + BATCH]
     serve(replace(stream, requests=warm), orderer, tiers, lambda ordering, served: None)
-    requests = [orderer._reader.read(list(documents)) for documents in batch]
-    run = _DryRun(orderer._copy_of(None, None, requests), None)
+    requests, run = dry_run(orderer, batch)
     plan.run(run, requests)
     seconds = 0.0
     for number, permutation in run.steps:
-        ordering = _start(orderer, requests[number], None if plan.run is _one_by_one else permutation)
+        ordering = _start(orderer, requests[number], None if plan.name == "one by one" else permutation)
         served = tiers.serve(ordering.documents, stream.tokens, ordering.expected_uses)
         ordering.confirm(served.cached_tokens)
         seconds += served.seconds
@@ -81,7 +81,7 @@ def _start(orderer: Orderer, request: OrderRequest[Any], permutation: list[int] 
     def start(scope: Scope) -> Ordering[Any]:
         return scope.order(request, (), None) if permutation is None else scope.start(request, permutation, None)
 
-    return orderer._lock.run(orderer._work_in, None, None, start)
+    return start_in(orderer, start)
 
 
 def main(corpora: Path | None) -> None:
@@ -92,7 +92,7 @@ def main(corpora: Path | None) -> None:
         profiles = {host_us: Path(folder) / f"{host_us}.json" for host_us in _HOST_US}
         for host_us, path in profiles.items():
             replace(A10G, loads={"host": 1e-6 * host_us}).to_file(path)
-        for name, streams in streams_of(corpora, _WARM + _BATCH):
+        for name, streams in streams_of(corpora, WARM + BATCH):
             cells = []
             for window in _WINDOWS:
                 for path in profiles.values():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ragorder.eval.data.workloads import document_tokens, make_workload
 from ragorder.eval.engines.sim import SimEngine
+from support.inside import vllm_of
 
 if TYPE_CHECKING:
     from ragorder.eval.engines.vllm import VLLMEngine
@@ -91,10 +92,10 @@ def _serve(engine: VLLMEngine, token_ids: list[int], ask: Ask) -> Served:
     """`VLLMEngine.generate` for an answer of the request's own length, or for the beginning of one."""
     from vllm import SamplingParams
 
-    room = engine._longest - ask.output_tokens - ask.aborted
+    vllm, longest = vllm_of(engine)
+    room = longest - ask.output_tokens - ask.aborted
     if not 1 <= len(token_ids) <= room:
         raise ValueError(f"the prompt has {len(token_ids)} tokens; with this answer the engine takes 1 to {room}")
-    vllm = engine._open()
     name = f"exactness-{next(_request_numbers)}"
     max_tokens = ask.output_tokens + ask.aborted
     vllm.add_request(name, {"prompt_token_ids": token_ids}, SamplingParams(max_tokens=max_tokens, ignore_eos=True))

@@ -1,7 +1,8 @@
 """Memory of a model and an index that are placed as planned: run as a program, in a process of its own.
 
-With a folder alone it measures the model's workspace. With a budget it prints JSON: bytes planned, and the peak of the
-process's resident memory above what libraries alone had taken before.
+With a folder alone it measures the model's workspace. With a budget it prints JSON: bytes planned, the peak of the
+process's resident memory above what libraries alone had taken before, the plan, and the engine's and search's own
+account of their placement.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import gc
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from random import Random
 from threading import Event
@@ -110,6 +112,7 @@ def main(folder: Path, host_bytes: int) -> None:
     from ragorder.eval.suites.profiling.placement_engine import MemoryPeak
     from ragorder.kernels.model_sizes import model_sizes
     from ragorder.pipelining.batching import Budgets, EstimatedCosts, ModelSizes, Rates, Workload, plan_placement
+    from ragorder.pipelining.placement.base import Placement
     from ragorder.pipelining.placement.profile import index_sizes
 
     def planned(model: Path, index: Path, size: int) -> Any:
@@ -131,22 +134,20 @@ def main(folder: Path, host_bytes: int) -> None:
     placement = planned(model, index, host_bytes)
     gc.collect()
     peak = MemoryPeak(cuda=False)
-    served = serve(model, index, placement)
+    engine, search = serve(model, index, placement)
     used = placement.footprint.total(placement)
     sys.stdout.write(
         json.dumps(
             {
                 "planned": used.device + used.host,
                 "measured": peak.taken(),
-                "parts": {name: part.device + part.host for name, part in placement.footprint.parts(placement)},
-                "device_layers": placement.weights.device,
-                "partitions": placement.partitions,
-                "batch": placement.batch,
+                "plan": {each.name: asdict(placement)[each.name] for each in fields(Placement)},
+                "placed": asdict(replace(engine.placement, partitions=search.resident)),
             }
         )
     )
-    for each in served:
-        each.close()
+    engine.close()
+    search.close()
 
 
 if __name__ == "__main__":

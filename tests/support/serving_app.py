@@ -22,7 +22,9 @@ def serving() -> Iterator[Callable[[Any], str]]:
 
     def serve(app: Any) -> str:
         listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
-        server = uvicorn.Server(uvicorn.Config(app, http="h11", log_config=None, access_log=False, ws="none"))
+        # The parser that `ragorder serve` has, and no headers but the application's.
+        plain: dict[str, Any] = {"http": "h11", "ws": "none", "server_header": False, "date_header": False}
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, **plain))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         started.append((server, thread))

@@ -13,6 +13,7 @@ from ragorder import Document, Lengths, Orderer
 from ragorder.eval.engines.sim import Like, SimEngine
 from ragorder.scope.scopes import MAX_NODES
 from ragorder.trie.residency.blocks import EngineBlocks
+from support.inside import blocks_in
 
 BLOCK = 16
 PREFIX = 100
@@ -72,7 +73,7 @@ class Tenants:
         self._apart = apart
         self._name = name
         self._max_nodes = max_nodes
-        self._blocks = EngineBlocks(BLOCK)
+        self.blocks = EngineBlocks(BLOCK)
         self._noted: set[int] = set()
         self._untold: deque[tuple[Any, ...]] = deque()
         self._running: deque[tuple[Any, int, int, int, int]] = deque()
@@ -87,7 +88,7 @@ class Tenants:
         # reported. KV events correct what was expected.
         self._suffix_tokens = QUESTION if tell_every is None else QUESTION + ANSWER - 1
         if tell_every is not None:
-            self._options |= {"token_ids": token_ids, "prefix_ids": range(PREFIX), "blocks": self._blocks}
+            self._options |= {"token_ids": token_ids, "prefix_ids": range(PREFIX), "blocks": self.blocks}
         self._orderers: dict[int | None, Orderer] = {}
 
     def orderer(self, tenant: int) -> Orderer:
@@ -155,7 +156,7 @@ class Tenants:
         ordering.confirm(cached_tokens, prompt_tokens + answer_tokens)
 
     def _note(self, salted: array[int], prompt: array[int], salt: Hashable) -> None:
-        held, hashes = self.engine._block_of, self.engine.block_hashes(salted)
+        held, hashes = blocks_in(self.engine), self.engine.block_hashes(salted)
         self._note_removed()
         for place, each in enumerate(hashes):
             if each in held and each not in self._noted:
@@ -172,7 +173,7 @@ class Tenants:
     def tell(self) -> None:
         while self._untold:
             kind, *event = self._untold.popleft()
-            (self._blocks.store if kind == "stored" else self._blocks.remove)(*event)
+            (self.blocks.store if kind == "stored" else self.blocks.remove)(*event)
 
 
 def token_ids(document: Document) -> range:

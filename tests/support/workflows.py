@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ragorder.pipelining import AnswerChunk, Usage
 from ragorder.pipelining.workflow import END, START, CompiledGraph, GraphError, NodeQuestion, RAGraph, State
+from support.inside import nodes_in
 
 
 def digest(value: object) -> int:
@@ -122,7 +123,7 @@ def graphs(draw: st.DrawFn, max_nodes: int = 6) -> RAGraph:
 def compiled(graph: RAGraph) -> CompiledGraph | None:
     """With the output of node 0, which always runs, as the answer."""
     try:
-        return graph.compile(answer=graph._nodes[0].writes[0])
+        return graph.compile(answer=nodes_in(graph)[0].writes[0])
     except GraphError:
         return None
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.inside import scopes_of
+from support.inside import blocks_in, contents_in, scopes_of, watchers_of
 from support.rings import examples, grid
 
 from ragorder import Document, Lengths, Orderer
@@ -51,21 +51,21 @@ class TellingEngine:
         self.sim = SimEngine(block_size=BLOCK, capacity_tokens=capacity_blocks * BLOCK, in_flight=10**6)
         self.blocks = blocks
         self.running: deque[int] = deque()
-        self._told: dict[int, None] = {}
-        self._untold: deque[Any] = deque()
+        self.told: dict[int, None] = {}
+        self.untold: deque[Any] = deque()
         self._foreign = 0
 
     def admit(self, prompt: Sequence[int], answer_tokens: int) -> tuple[int, int]:
         """Begin a request: the cached tokens of its prompt and a handle. Its events wait for `tell`."""
         completion, handle = self.sim.admit(prompt, answer_tokens)
         hashes = self.sim.block_hashes(prompt)
-        held = dict.fromkeys(self.sim._block_of)
-        self._untold.append(("removed", [each for each in self._told if each not in held]))
-        new = [(place, each) for place, each in enumerate(hashes) if each not in self._told and each in held]
+        held = dict.fromkeys(blocks_in(self.sim))
+        self.untold.append(("removed", [each for each in self.told if each not in held]))
+        new = [(place, each) for place, each in enumerate(hashes) if each not in self.told and each in held]
         for place, each in new:
             parent = hashes[place - 1] if place else None
-            self._untold.append(("stored", each, parent, list(prompt[place * BLOCK : (place + 1) * BLOCK])))
-        self._told = {each: None for each in [*self._told, *hashes] if each in held}
+            self.untold.append(("stored", each, parent, list(prompt[place * BLOCK : (place + 1) * BLOCK])))
+        self.told = {each: None for each in [*self.told, *hashes] if each in held}
         return completion.cached_tokens, handle
 
     def foreign(self, tokens: int) -> None:
@@ -76,13 +76,13 @@ class TellingEngine:
 
     def clear(self) -> None:
         self.sim.reset()
-        self._told.clear()
-        self._untold.append(("cleared",))
+        self.told.clear()
+        self.untold.append(("cleared",))
 
     def tell(self) -> None:
         """Whatever happened since the last time."""
-        while self._untold:
-            kind, *facts = self._untold.popleft()
+        while self.untold:
+            kind, *facts = self.untold.popleft()
             if kind == "stored":
                 block_hash, parent, ids = facts
                 self.blocks.store([block_hash], parent, ids)
@@ -172,15 +172,15 @@ class Live:
             prompts[node] = above + ids[0]
             assert 0 <= node.missing <= node.blocks
             assert node.leases == 0
-            assert node in residency._contents
+            assert node in contents_in(residency)
             held = self.engine.sim.cached_tokens(prompts[node])
             if node.parent is None or not node.parent.missing:
                 claimed = residency.tree.cached_tokens(node)
                 assert claimed == held if exact and node not in in_doubt else claimed <= held
         assert residency.tree.size == len(prompts) - 1
-        assert set(residency._contents) == set(prompts)
+        assert set(contents_in(residency)) == set(prompts)
         # An empty document makes two paths of the same tokens.
-        assert len(pool.watched) <= sum(len(known.blocks) for known in residency._contents.values())
+        assert len(pool.watched) <= sum(len(known.blocks) for known in contents_in(residency).values())
         assert {node for _, node in pool.watched.values()} <= set(prompts)
         suffixes = sum(use.suffix_blocks for use in pool.log)
         assert pool.used_blocks == suffixes + sum(node.blocks - node.missing for node in prompts)
@@ -470,8 +470,8 @@ class TestOthers:
         ordering, _, _ = live.in_flight.popleft()
         live.engine.sim.reset()
         live.blocks.replace(live.blocks.make_successor(same_engine=False), same_engine=False)
-        live.engine._told.clear()
-        live.engine._untold.clear()
+        live.engine.told.clear()
+        live.engine.untold.clear()
         assert live.serve([1, 0]) == (0, 0)
         before = live.residency.pool.used_blocks
         ordering.confirm(48)
@@ -687,7 +687,7 @@ class TestTenants:
         orderer = hearing(blocks)
         for scope in "abcdef":
             orderer.order(make_documents([10, 10]), scope=scope)
-        watchers = set(map(id, blocks._watchers.values()))
+        watchers = set(map(id, watchers_of(blocks).values()))
         assert watchers == {id(scopes_of(orderer).pool)}
         watched = {id(holder) for holder, _ in scopes_of(orderer).pool.watched.values()}
         assert watched == {id(scopes_of(orderer)[scope].mirror) for scope in "ef"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import combinations, combinations_with_replacement
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.inside import set_bounds
 from support.rings import grid, length
 from support.waiting import counted_lines
 
@@ -169,9 +169,7 @@ WORKLOADS = {
 
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_near_linear_in_the_number_of_requests(workload: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("ragorder.trie.plan")
-    monkeypatch.setattr(module, "_MOST_HOLDERS", 16)
-    monkeypatch.setattr(module, "_MOST_CANDIDATES", 32)
+    set_bounds(monkeypatch, planned_holders=16, planned_candidates=32)
     lines = []
     for n in (200, 1_600):
         requests = WORKLOADS[workload](n)
@@ -186,5 +184,5 @@ def test_branching_on_popular_documents_hardly_costs_quality(monkeypatch: pytest
     requests = skewed(600, 100)
     tokens = dict.fromkeys((key for request in requests for key in request), 100)
     merged = trie_tokens(planned(requests, tokens), tokens)
-    monkeypatch.setattr(importlib.import_module("ragorder.trie.plan"), "_MOST_HOLDERS", 32)
+    set_bounds(monkeypatch, planned_holders=32)
     assert trie_tokens(planned(requests, tokens), tokens) <= 1.03 * merged
