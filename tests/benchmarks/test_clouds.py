@@ -12,9 +12,9 @@ from support.suites import page_of, run_suites
 
 from ragorder.benchmarks.chats.clouds.experiment import CloudsRecord, serve
 from ragorder.benchmarks.chats.clouds.policies import POLICIES, CloudsCell
+from ragorder.benchmarks.common.clouds import CloudAnswer, CloudError, SimulatedCloud
 from ragorder.clouds import CacheRules, PromptParts, anthropic_content, cache_rules
 from ragorder.eval.data.workloads import make_workload
-from ragorder.eval.engines.cloud import CloudAnswer, CloudError, SimulatedCloud
 from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.suite import load_suites
 

@@ -16,6 +16,7 @@ from support.suites import assert_refused, suite_of, write_corpus
 pytest.importorskip("numpy")
 
 from ragorder import Document, PromptBuilder
+from ragorder.benchmarks.common.virtual.loop import run_virtual
 from ragorder.benchmarks.ragcache.pipelined.measuring import (
     ALONE,
     measure_cold,
@@ -32,7 +33,6 @@ from ragorder.eval.report import make_report, read_results, render_markdown
 from ragorder.eval.running.suite import choose_suites, load_suites
 from ragorder.eval.suites.pipelining.search import embed, played
 from ragorder.eval.suites.pipelining.server import MeasuredServer, ask, find_server, long_builder
-from ragorder.eval.virtual.loop import run_virtual
 from ragorder.pipelining import Provisional, Retrieval
 
 JSON = dict[str, Any]

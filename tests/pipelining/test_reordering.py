@@ -24,6 +24,7 @@ from support.waiting import eventually, turns, until
 
 from ragorder import Document, Lengths, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.observing.observed import ObservedOrderer
+from ragorder.benchmarks.common.virtual.loop import run_virtual
 from ragorder.benchmarks.ragcache.reordering import DISCIPLINES, LiveQueues, SimulatedQueues
 from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.data.arrivals import poisson_arrivals
@@ -32,7 +33,6 @@ from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import EngineCompletion
 from ragorder.eval.engines.prompts import NumberedPrompts
 from ragorder.eval.running.load import ServiceTimes
-from ragorder.eval.virtual.loop import run_virtual
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError, Ticket
 
 

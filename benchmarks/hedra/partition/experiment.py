@@ -24,8 +24,8 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 if TYPE_CHECKING:
+    from ragorder.benchmarks.common.virtual.costs import ScanCosts
     from ragorder.benchmarks.hedra.partition.engines import Clock, System
-    from ragorder.eval.virtual.costs import ScanCosts
 
     Prepared = tuple[Callable[[str], tuple[System, Clock]], Callable[[], dict[str, float]]]
     """Each policy's engine with its clock, and a function that measures the facts."""
@@ -146,8 +146,8 @@ class Partition(Experiment):
 
 
 def _virtual(job: Job, shares: Sequence[float], stack: ExitStack) -> Prepared:
+    from ragorder.benchmarks.common.virtual.costs import ScanCosts
     from ragorder.benchmarks.hedra.partition import engines
-    from ragorder.eval.virtual.costs import ScanCosts
 
     cell: PartitionCell = job.cell
     code_s = 1e-9 * cell.code_ns * engines.PAPER_DIMENSIONS / 128
