@@ -109,10 +109,6 @@ class Pipelining(Experiment):
 
     _facts: ServerFacts | None = None
 
-    @classmethod
-    def lacks(cls, suite: Suite) -> str:
-        return super().lacks(suite) or "--engine openai"
-
     def asked(self, suite: Suite) -> Sequence[str]:
         """Without the baseline, which each line has beside the other mode."""
         return [policy for policy in super().asked(suite) if policy != suite.baseline]
