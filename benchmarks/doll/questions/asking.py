@@ -15,9 +15,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ragorder.benchmarks.common.processes import ServerProcess, server_process
+from ragorder.benchmarks.common.processes import ServerProcess, peak_mb, server_process
 from ragorder.common.counts import parse_size
-from ragorder.eval.data.machine import peak_mb
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.running.cells import SuiteCell
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragorder.benchmarks.common.processes import started
+from ragorder.benchmarks.common.processes import peak_mb, started
 from ragorder.benchmarks.doll.questions.asking import Asked, Found, reply_of, resident_mb_of
-from ragorder.eval.data.machine import peak_mb
 from ragorder.eval.engines.base import EngineError
 
 

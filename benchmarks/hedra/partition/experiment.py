@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from ragorder.benchmarks.common.reports import draw_table
 from ragorder.benchmarks.common.served import Cells, cells_along, faster_entry
 from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.machine import load_average
-from ragorder.eval.report.lines import draw_table
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Table
 from ragorder.eval.report.words import format_number

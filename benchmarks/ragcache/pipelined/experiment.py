@@ -20,8 +20,9 @@ from ragorder.eval.running.specs import EngineSpec
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 
 if TYPE_CHECKING:
+    from ragorder.benchmarks.common.counted import CountedServer
     from ragorder.eval.running.record import Floats
-    from ragorder.eval.suites.pipelining.server import MeasuredServer, ServerFacts
+    from ragorder.eval.suites.pipelining.server import ServerFacts
 
 _NO_SERVER = "a pipeline needs a server that takes several requests at once: use --engine openai"
 _Rows = dict[str, dict[str, list[Any]]]
@@ -166,11 +167,11 @@ async def _measure(
     requests: Sequence[tuple[int, TraceRequest]],
     advance: Callable[[], None],
 ) -> dict[str, Any]:
+    from ragorder.benchmarks.common.counted import CountedServer, long_builder
     from ragorder.benchmarks.ragcache.pipelined.measuring import measure_cold, time_system
-    from ragorder.eval.suites.pipelining.server import MeasuredServer, long_builder
 
     builder = long_builder(SYSTEM_PROMPT, facts.tokenizer, cell.system_tokens)
-    async with MeasuredServer(facts) as server:
+    async with CountedServer(facts) as server:
         await server.check(builder)
         system = {"system_tokens": builder.prefix_tokens}
         if cell.measure != "cold":
@@ -184,12 +185,13 @@ async def _measure(
 
 async def _search(
     cell: PipeliningCell,
-    server: MeasuredServer,
+    server: CountedServer,
     builder: Any,
     corpus: Corpus,
     requests: Sequence[tuple[int, TraceRequest]],
     advance: Callable[[], None],
 ) -> dict[str, Any]:
+    from ragorder.benchmarks.common.vectors import embed
     from ragorder.benchmarks.ragcache.pipelined.measuring import (
         measure_speculation,
         measure_throughput,
@@ -197,7 +199,6 @@ async def _search(
         plan_search,
         real_retrieval,
     )
-    from ragorder.eval.suites.pipelining.search import embed
 
     vectors = embed([document.text for document in corpus.documents], cache_folder())
     every = embed([question.text for question in corpus.questions], cache_folder())
