@@ -1,7 +1,8 @@
-"""Processes that measurements start and end."""
+"""Processes that measurements start and end, with what they take."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, Literal, NamedTuple
 
+from ragorder.eval.data.machine import status_mb
 from ragorder.eval.engines.base import EngineError
 
 _END_S = 60.0
@@ -57,3 +59,35 @@ def _port(said: IO[str], address: str) -> int:
             return int(found[1])
         lines.append(line)
     raise EngineError(f"a server did not start: {''.join(lines)}")
+
+
+def peak_mb(process: int) -> float | None:
+    """The most memory that a process has had; None where the system does not report it."""
+    return status_mb(str(process), "VmHWM:")
+
+
+def cpu_s(process: int) -> float | None:
+    """The processor time that a process has used; None where the system does not report it."""
+    try:
+        with open(f"/proc/{process}/stat", encoding="utf-8") as line:
+            # The second field, in brackets, may have blanks in it.
+            fields = line.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / float(os.sysconf("SC_CLK_TCK"))
+
+
+def tree_of(process: int) -> list[int]:
+    """Return a process, its running children, and theirs."""
+    try:
+        with open(f"/proc/{process}/task/{process}/children", encoding="utf-8") as line:
+            children = list(map(int, line.read().split()))
+    except OSError:
+        children = []
+    return [process, *(each for child in children for each in tree_of(child))]
+
+
+def tree_cpu_s(process: int) -> float | None:
+    """Return the processor time of a process and its running children."""
+    used = [cpu_s(each) for each in tree_of(process)]
+    return None if None in used else sum(each for each in used if each is not None)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragorder.common.extras import needs
+from ragorder.common.files import cache_folder
+from ragorder.eval.data.retrieval import DenseRetriever
+from ragorder.kernels.preprocessing.encoder import default_model
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,10 +63,30 @@ def index_of(parts: Iterable[Vectors], clusters: int, train_on: Vectors, nprobe:
 
 def embedded(texts: Iterable[str]) -> Vectors:
     """Return the texts' vectors, which are kept in the user's cache."""
-    from ragorder.common.files import cache_folder
-    from ragorder.eval.suites.pipelining.search import embed
-
     return embed(list(texts), cache_folder())
+
+
+def embed(texts: Sequence[str], cache: Path | None = None) -> Vectors:
+    """Normalised embeddings, one row a text, kept in the folder `cache`. Raises ImportError, OSError for a model that
+    cannot be loaded."""
+    import numpy as np
+
+    retriever = DenseRetriever(default_model())
+    if cache is None:
+        return np.ascontiguousarray(retriever.embed(texts), dtype=np.float32)
+    digest = hashlib.sha256(retriever.name.encode())
+    for text in texts:
+        data = text.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "big") + data)
+    path = cache / f"vectors-{digest.hexdigest()[:16]}.npy"
+    with suppress(OSError, ValueError):
+        return np.load(path)  # type: ignore[no-any-return]
+    vectors = np.ascontiguousarray(retriever.embed(texts), dtype=np.float32)
+    cache.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}.npy")
+    np.save(unfinished, vectors)
+    unfinished.replace(path)
+    return vectors
 
 
 def nearest_documents(corpus: Corpus, by: str, count: int) -> list[list[int]]:

@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from ragorder.eval.data.machine import load_average, resident_mb, tree_of
+from ragorder.benchmarks.common.processes import tree_of
+from ragorder.eval.data.machine import load_average, resident_mb
 from ragorder.eval.data.workloads import document_tokens, make_workload
 from ragorder.eval.report.declared import Column, Row, TableForm, figure, ratio
 from ragorder.eval.report.tables import Tone

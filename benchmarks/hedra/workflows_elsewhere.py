@@ -16,8 +16,13 @@ from zlib import crc32
 import numpy as np
 from pydantic import Field
 
+from ragorder.benchmarks.common.reports import interval_words
 from ragorder.benchmarks.common.served import mean_s, seed_by_seed
 from ragorder.benchmarks.common.vectors import build_index
+from ragorder.benchmarks.common.virtual.costs import EngineCosts, SearchCosts
+from ragorder.benchmarks.common.virtual.engine import VirtualEngine
+from ragorder.benchmarks.common.virtual.loop import run_virtual
+from ragorder.benchmarks.common.virtual.search import VirtualIVF, WholeSearches
 from ragorder.benchmarks.hedra.workflows.cells import CLUSTERS
 from ragorder.benchmarks.hedra.workflows.measuring import ordered_prompts, play, stage_by_stage
 from ragorder.benchmarks.hedra.workflows.script import (
@@ -30,13 +35,9 @@ from ragorder.benchmarks.hedra.workflows.script import (
 )
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.report.declared import Column, Row, TableForm, figure, policy_column, ratio
-from ragorder.eval.report.words import format_number, interval_words
+from ragorder.eval.report.words import format_number
 from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.eval.running.suite import Experiment, Job, Line
-from ragorder.eval.virtual.costs import EngineCosts, SearchCosts
-from ragorder.eval.virtual.engine import VirtualEngine
-from ragorder.eval.virtual.loop import run_virtual
-from ragorder.eval.virtual.search import VirtualIVF, WholeSearches
 from ragorder.pipelining import EngineLoad, prefill_batch
 from ragorder.pipelining.workflow import CompiledGraph, WorkflowResult, WorkflowServer, irg
 from ragorder.pipelining.workflow.pricing import EXTRA_TOKENS

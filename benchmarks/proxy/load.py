@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from ragorder.benchmarks.common.processes import ServerProcess
+from ragorder.benchmarks.common.processes import ServerProcess, peak_mb
 from ragorder.benchmarks.proxy.client import Connections, chat_body, instant_server, post, proxy_server
 from ragorder.benchmarks.proxy.upstream import allow_many_connections, answer_events
-from ragorder.eval.data.machine import load_average, peak_mb
+from ragorder.eval.data.machine import load_average
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style
 from ragorder.eval.report.groups import group_runs
 from ragorder.eval.report.part import Part

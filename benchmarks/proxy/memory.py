@@ -17,10 +17,10 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import Field
 
-from ragorder.benchmarks.common.processes import ServerProcess
+from ragorder.benchmarks.common.processes import ServerProcess, peak_mb
 from ragorder.benchmarks.proxy.client import instant_server, proxy_server
 from ragorder.benchmarks.proxy.upstream import ENDLESS, allow_many_connections
-from ragorder.eval.data.machine import load_average, peak_mb, resident_mb
+from ragorder.eval.data.machine import load_average, resident_mb
 from ragorder.eval.report.declared import Column, Row, TableForm
 from ragorder.eval.report.tables import Entry
 from ragorder.eval.report.words import format_number

@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from ragorder.benchmarks.common.processes import ServerProcess
+from ragorder.benchmarks.common.processes import ServerProcess, tree_cpu_s
 from ragorder.benchmarks.proxy.client import Connections, chat_body, instant_server, proxy_server
-from ragorder.eval.data.machine import load_average, tree_cpu_s
+from ragorder.eval.data.machine import load_average
 from ragorder.eval.report.declared import Column, Row, TableForm, figure, policy_column
 from ragorder.eval.report.tables import Entry
 from ragorder.eval.report.words import format_number, range_words

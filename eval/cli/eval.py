@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +11,8 @@ import click
 
 from ragorder.cli.options import Command, CommandGroup, build, option, options_from, section
 from ragorder.eval.cli.options import SEEDS, events_of, events_options, experiments_option, served_by
-from ragorder.eval.cli.progress import progress_bar
+from ragorder.eval.cli.progress import QUIET_S, progress_bar
 from ragorder.eval.cli.quality import quality
-from ragorder.eval.cli.report import eval_report
 from ragorder.eval.running.options import Options
 
 if TYPE_CHECKING:
@@ -48,8 +45,8 @@ def schema() -> None:
 def list_suites(names: tuple[str, ...]) -> None:
     """List the suites by group: those of each paper, and ours.
 
-    Those that need something that is not here by default, such as a package or an option of `ragorder eval run`, stand
-    with it at the end. With names of suites or groups their titles, sources and sizes are listed.
+    Suites that cannot run on this machine without options of `ragorder eval run` stand at the end, with what they need.
+    With names of suites or groups their titles, sources and sizes are listed, and what some of their cells need.
     """
     from rich.console import Console
 
@@ -61,22 +58,24 @@ def list_suites(names: tuple[str, ...]) -> None:
         suites = choose_suites(names or ["all"])
     except SuiteError as error:
         raise click.ClickException(str(error)) from None
-    lacking = {suite.name: experiment_of(suite.kind).lacks(suite) for suite in suites}
+    found = {suite.name: experiment_of(suite.kind).obstacles(suite) for suite in suites}
+    reasons = {name: list(dict.fromkeys(filter(None, each))) for name, each in found.items()}
+    lacking = {name: reasons[name][0] for name, each in found.items() if all(each)}
     if names:
-        table = Table("", ["suite", "what it shows", "source", "cells", "policies", "needs"], labels=3)
+        table = Table("", ["suite", "what it shows", "source", "needs", "cells", "policies"], labels=4)
         for suite in suites:
-            numbers = str(len(suite.points)), str(len(suite.policies))
-            table.add(suite.name, suite.title, suite.source, *numbers, lacking[suite.name] or "–")
+            why = "; ".join(reasons[suite.name]) or "–"
+            needs = f"in part: {why}" if reasons[suite.name] and suite.name not in lacking else why
+            table.add(suite.name, suite.title, suite.source, needs, str(len(suite.points)), str(len(suite.policies)))
+        tables = [table]
     else:
-        table = Table("", ["group", "suites"], labels=2)
-        here = [(suite.group, suite.name) for suite in suites if not lacking[suite.name]]
-        there = [(f"needs {why}", name) for name, why in sorted(lacking.items(), key=lambda each: each[1]) if why]
-        for found in (here, there):
-            for group in sorted({group for group, _ in found}, key=lambda each: (*GROUPS, each).index(each)):
-                table.add(group, " ".join(name for each, name in found if each == group))
-            table.divide()
-        table.note = "ragorder eval run NAME -o DIR measures one or a group; ragorder eval list NAME says more"
-    Console().print(table)
+        here = {suite.name: suite.group for suite in suites if suite.name not in lacking}
+        tables = [Table("", [heading, "suites"], labels=2) for heading in ("group", "needs")]
+        for table, labels in zip(tables, (here, lacking), strict=True):
+            for label in sorted(set(labels.values()), key=lambda each: (*GROUPS, each).index(each)):
+                table.add(label, " ".join(name for name, each in labels.items() if each == label))
+        tables[-1].note = "ragorder eval run NAME -o DIR measures one or a group; ragorder eval list NAME says more"
+    Console().print(*tables)
 
 
 @eval.command(
@@ -137,7 +136,7 @@ def run(
     from ragorder.eval.running.options import HarnessError
     from ragorder.eval.running.session import run_suites
     from ragorder.eval.running.store import Store, StoreError
-    from ragorder.eval.running.suite import choose_suites
+    from ragorder.eval.running.suite import choose_suites, experiment_of
 
     events = events_of(options)
     wanted = build(Options, options | {"events": events})
@@ -150,13 +149,8 @@ def run(
     _check_policies(wanted.policies or (), chosen)
     try:
         if wanted.dry_run:
-            if any(suite.kind == "serve" for suite in chosen):
-                _say_plan(chosen, wanted, folder)
-            for suite in chosen:
-                if suite.kind not in ("serve", "quality"):
-                    cells = f"{len(suite.points)} cells x {len(wanted.seeds)} seeds"
-                    click.echo(f"{suite.name}: {cells} ({suite.kind}), without results in {folder}")
-            chosen = [suite for suite in chosen if suite.kind == "quality"]
+            _say_plan([suite for suite in chosen if not experiment_of(suite.kind).supports_dry_run], wanted, folder)
+            chosen = [suite for suite in chosen if experiment_of(suite.kind).supports_dry_run]
             if not chosen:
                 return
         with Store(folder) as store, progress_bar() as progress:
@@ -171,24 +165,23 @@ def run(
     parts += [f"{outcome.quality} lines about quality"] * bool(outcome.quality)
     parts += [f"{outcome.unavailable} unavailable (the reasons are in the results)"] * bool(outcome.unavailable)
     click.echo(f"{folder}: {', '.join(parts)}")
-    if _is_terminal():
-        _say_headline(folder)
+    _say_headline(folder)
     click.echo(f"next: ragorder report {shlex.quote(str(folder))} --html report.html")
 
 
-def _is_terminal() -> bool:
-    return sys.stdout.isatty()
-
-
 def _say_headline(folder: Path) -> None:
-    """Print the main results, unless the extra for comparisons is missing."""
+    """Print headline and tables, or the extra that they need."""
     from rich.console import Console
 
     from ragorder.eval.report import make_report, print_summary, read_results
     from ragorder.eval.running.suite import load_suites
 
-    with suppress(ImportError):
-        print_summary(make_report(read_results(folder), load_suites()), Console(highlight=False))
+    try:
+        with progress_bar(quiet_s=QUIET_S) as progress:
+            report = make_report(read_results(folder), load_suites(), progress)
+        print_summary(report, Console(highlight=False))
+    except ImportError as error:
+        click.echo(f"For intervals and tables: {error}", err=True)
 
 
 def _check_policies(policies: Sequence[str], suites: list[Suite]) -> None:
@@ -206,18 +199,22 @@ def _say_plan(suites: list[Suite], options: Options, folder: Path) -> None:
     from ragorder.eval.report.tables import Table
     from ragorder.eval.running.session import plan_run
     from ragorder.eval.running.store import Store
+    from ragorder.eval.running.suite import experiment_of
 
-    counts: dict[str, list[int]] = {suite.name: [0, 0, 0, 0] for suite in suites if suite.kind == "serve"}
+    if not suites:
+        return
+    counts = {suite.name: [0, 0, 0, 0] for suite in suites}
     with Store.reading(folder) as store:
         plan = plan_run(suites, options, store)
     for job in plan.served:
         counts[job.suite.name][0] += len(job.policies)
-        counts[job.suite.name][1] += job.requests * len(job.policies)
+        if experiment_of(job.suite.kind).unit == "requests":
+            counts[job.suite.name][1] += job.requests * len(job.policies)
     for job in plan.copied:
         counts[job.suite.name][2] += len(job.policies)
     for missing in plan.missing:
         counts[missing.suite][3] += 1
-    table = Table("", ["suite", "runs to serve", "requests", "measured in another", "unavailable"])
+    table = Table("", ["suite", "runs to measure", "requests", "measured in another", "unavailable"])
     table.note = "\n".join(dict.fromkeys(missing.reason for missing in plan.missing))
     for name, numbers in counts.items():
         table.add(name, *(f"{number:,}" for number in numbers))
@@ -226,5 +223,4 @@ def _say_plan(suites: list[Suite], options: Options, folder: Path) -> None:
     Console().print(table)
 
 
-eval.add_command(eval_report, "report")
 eval.add_command(quality)

@@ -1,8 +1,7 @@
-"""The commands `ragorder report` and `ragorder eval report`."""
+"""The command `ragorder report`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,52 +47,14 @@ def report(
     replay`, or such a file; several are combined in one report. The report begins with the saving by ordering, with its
     95 % interval. Without --html, --markdown and --pictures it is printed.
     """
-    _write(_made(paths, title), page, markdown, pictures)
+    from rich.console import Console
 
-
-@click.command(cls=Command, examples=["ragorder eval report results"])
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@experiments_option
-@option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE.html",
-    help="The page: one file that needs no network.",
-    unset="DIR/report.html",
-)
-@option(
-    "--md",
-    "markdown",
-    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
-    metavar="[FILE]",
-    is_flag=False,
-    flag_value=Path("-"),
-    help="Also write the tables in Markdown, to standard output without a file or with -.",
-)
-def eval_report(folder: Path, output: Path | None, markdown: Path | None) -> None:
-    """Report on the results in a folder: `ragorder report DIR --html DIR/report.html`."""
-    _write(_made([folder]), output or folder / "report.html", markdown)
-
-
-def _made(paths: Sequence[Path], title: str | None = None) -> Report:
-    from ragorder.eval.report import ResultsError, make_report, read_results
+    from ragorder.eval.report import ResultsError, make_report, print_report, read_results, render_html, render_markdown
     from ragorder.eval.running.suite import load_suites
 
     try:
-        results = read_results(*paths)
         with progress_bar(quiet_s=QUIET_S) as progress:
-            return make_report(results, load_suites(), progress, title)
-    except (ResultsError, ImportError, OSError) as error:
-        raise click.ClickException(str(error)) from None
-
-
-def _write(made: Report, page: Path | None, markdown: Path | None, pictures: Path | None = None) -> None:
-    from rich.console import Console
-
-    from ragorder.eval.report import print_report, render_html, render_markdown
-
-    try:
+            made = make_report(read_results(*paths), load_suites(), progress, title)
         if page is not None:
             with progress_bar(quiet_s=QUIET_S) as progress:
                 page.write_text(render_html(made, progress), "utf-8")
@@ -107,7 +68,7 @@ def _write(made: Report, page: Path | None, markdown: Path | None, pictures: Pat
             _write_pictures(made, pictures)
         if page is None and markdown is None and pictures is None:
             print_report(made, Console(highlight=False))
-    except (ImportError, OSError) as error:
+    except (ResultsError, ImportError, OSError) as error:
         raise click.ClickException(str(error)) from None
 
 

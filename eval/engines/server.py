@@ -87,8 +87,7 @@ class VLLMServer:
 
     A stopped server starts again on the same ports. Development routes (`/reset_prefix_cache`) are on. `dtype` None is
     bfloat16 where that is fast, else float32; `environment` is added to this process's variables; `middleware` is the
-    name of a class; `kv_events`: it publishes them. Without `eager` it compiles the model and captures CUDA graphs, as
-    vLLM does by default.
+    name of a class. Without `eager` it compiles the model and captures CUDA graphs, as vLLM does by default.
     Raises EngineError, with the end of the server's log, if it does not start."""
 
     model_name = "served"
@@ -103,8 +102,6 @@ class VLLMServer:
         max_model_len: int = 2048,
         max_num_seqs: int = 64,
         prefix_caching: bool = True,
-        kv_events: bool = True,
-        replay_steps: int = 10_000,
         dtype: str | None = None,
         kv_transfer_config: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
@@ -126,11 +123,11 @@ class VLLMServer:
         self._launch = launch
         self._environment = {**_temporary(self._folder.path), **(environment or {})}
         published = {
-            "enable_kv_cache_events": kv_events,
+            "enable_kv_cache_events": True,
             "publisher": "zmq",
             "endpoint": self.events_endpoint,
             "replay_endpoint": self.replay_endpoint,
-            "buffer_steps": replay_steps,
+            "buffer_steps": 10_000,
             "topic": _TOPIC,
         }
         options: dict[str, Any] = {

@@ -10,10 +10,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragorder.common.extras import needs
+from ragorder.common.extras import install_hint, needs
 from ragorder.eval.engines.base import EngineCompletion, EngineError, RequestError
 from ragorder.eval.engines.prompts import PromptIds
 from ragorder.eval.engines.vllm import has_fast_bfloat16
@@ -24,25 +26,21 @@ if TYPE_CHECKING:
 RANDOM_WEIGHTS = "random-weights"
 """A file of this name beside a model's configuration and tokenizer: its weights are drawn when it is loaded."""
 
+_PACKAGES = ("safetensors", "tokenizers", "torch", "transformers")
 _WARM_UP_TOKENS = (16, 64, 256, 1024)
 
 
 def need_torch() -> None:
     """Raises ImportError naming the extra to install."""
     with needs("torch", "the torch engine"):
-        import safetensors  # noqa: F401
-        import tokenizers  # noqa: F401
-        import torch  # noqa: F401
-        import transformers  # noqa: F401
+        for name in _PACKAGES:
+            import_module(name)
 
 
 def lacks_torch() -> str | None:
-    """The reason why the embedded engine cannot be used; None if it can."""
-    try:
-        need_torch()
-    except ImportError as error:
-        return str(error)
-    return None
+    """Return the reason why the embedded engine cannot be used, without its imports, which take seconds."""
+    missing = next((name for name in _PACKAGES if find_spec(name) is None), None)
+    return None if missing is None else f"the torch engine needs {missing}: {install_hint('torch')}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ragorder.common.extras import needs
 from ragorder.eval.replay.report import CapacityInfo, ReplayReport
-from ragorder.eval.report.words import policy_words
+from ragorder.eval.report.words import policy_words, short_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -118,5 +118,4 @@ def _size(report: ReplayReport, capacity: CapacityInfo) -> str:
     tokens = capacity.tokens
     if tokens is None:
         return "unlimited"
-    unit, size = next((each for each in (("M", 1e6), ("k", 1e3)) if tokens >= each[1]), ("", 1.0))
-    return f"{tokens / size:.3g}{unit}\n{100 * tokens / max(1, report.log.working_set_tokens):.3g} %"
+    return f"{short_number(tokens)}\n{100 * tokens / max(1, report.log.working_set_tokens):.3g} %"

@@ -1,4 +1,4 @@
-"""Pictures of lines that are named where they end, of points or of a table."""
+"""Pictures of lines that are named where they end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ragorder.eval.report.canvas import LINE, Picture, draw, label_ends, style
-from ragorder.eval.report.tables import Table
 from ragorder.eval.report.words import policy_words
 
 # Looks of lines that are no policies.
@@ -48,21 +47,6 @@ def draw_lines(
         label_ends(axes, ends)
 
     return draw(paint, title=title, alt=alt, caption=caption)
-
-
-def draw_table(table: Table, x: str, y: str, *, rows: Mapping[str, str]) -> Picture:
-    """Return a picture of the numbers in these `rows` of a table along its columns, each with the look of a policy."""
-    ticks = table.headings[table.labels :]
-    lines: dict[str, list[tuple[float, float]]] = {}
-    said = []
-    for name, *entries in ([each.text for each in row] for row in table.rows):
-        known = [(place, text) for place, text in enumerate(entries) if text not in ("", "–")]
-        if name in rows and known:
-            lines[name] = [(place, float(text.replace(",", ""))) for place, text in known]
-            said.append(f"{name}: {', '.join(f'{ticks[place]} {text}' for place, text in known)}")
-
-    alt = "; ".join(said)
-    return draw_lines(table.title, lines, x, y, alt=alt, looks=rows, ticks=ticks, adjust=from_zero)
 
 
 def from_zero(axes: Any) -> None:

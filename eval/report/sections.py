@@ -97,7 +97,7 @@ def make_report(
         finding=words,
         side_by_side=side_by_side,
         sections=sections,
-        not_measured=_not_measured(results, suites, known),
+        not_measured=_not_measured(results, known),
         checks=_checks(results),
         machines=_machines(results),
         commands=list(dict.fromkeys(_command(session, results.folder_of(session)) for session in results.sessions)),
@@ -192,7 +192,7 @@ def _all_runs(results: Results) -> list[Record]:
     return [line for line in results.records if line.is_run]
 
 
-def _not_measured(results: Results, suites: Mapping[str, Suite], known: Mapping[str, type[Kind]]) -> list[str]:
+def _not_measured(results: Results, known: Mapping[str, type[Kind]]) -> list[str]:
     runs = [run for run in results.runs if "copied_from" not in (run.model_extra or {})]
     served = [run for run in runs if run.engine.get("name") != "sim"]
     said = []
@@ -203,7 +203,6 @@ def _not_measured(results: Results, suites: Mapping[str, Suite], known: Mapping[
     if any("random" in str(run.engine.get("model") or "random") for run in served):
         said.append("Answers: the served model has random weights. Cached tokens and times do not depend on them.")
     said += [why for each in known.values() if (why := each.not_measured(results.records, results.own_checks))]
-    said += [f"{suite.title} ({name}): needs {suite.needs}." for name, suite in suites.items() if suite.needs]
     return said
 
 

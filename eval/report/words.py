@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ragorder.eval.report.statistics import PairedDifference
 
 THIN = "\u00a0"  # keeps a number and its unit on one line
-_NO_INTERVAL = "too few requests for an interval"
+NO_INTERVAL = "too few requests for an interval"
 _POLICIES = {
     "none": "no cache",
     "retrieval": "retrieval order",
@@ -51,6 +51,12 @@ def format_number(value: float | None, decimals: int = 1) -> str:
     return f"{value:,.{decimals}f}".replace("-", "−")
 
 
+def short_number(value: float) -> str:
+    """Of three digits, in thousands or millions."""
+    unit, size = next((each for each in (("M", 1e6), ("k", 1e3)) if abs(value) >= each[1]), ("", 1.0))
+    return f"{value / size:.3g}{unit}"
+
+
 def signed(value: float, decimals: int = 1) -> str:
     shown = format_number(value, decimals)
     return shown if value < 0 or float(f"{value:.{decimals}f}") == 0 else f"+{shown}"
@@ -67,18 +73,9 @@ def change_words(comparison: PairedDifference, decimals: int = 1) -> str:
     unit = f"{THIN}%" if comparison.relative else ""
     shown = f"{signed(scale * comparison.difference, decimals)}{unit}"
     if not comparison.known:
-        return f"{shown} [{_NO_INTERVAL}]"
+        return f"{shown} [{NO_INTERVAL}]"
     low, high = (signed(scale * end, decimals) for end in (comparison.low, comparison.high))
     return f"{shown} [{low}, {high}]"
-
-
-def interval_words(
-    comparison: PairedDifference, decimals: int = 1, scale: Callable[[float], float] = lambda difference: difference
-) -> str:
-    if not comparison.known:
-        return _NO_INTERVAL
-    low, high = sorted(map(scale, (comparison.low, comparison.high)))
-    return f"[{format_number(low, decimals)}, {format_number(high, decimals)}]"
 
 
 def verdict_words(comparison: PairedDifference) -> str:
@@ -148,3 +145,8 @@ def value_words(name: str, value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     return str(value).replace("=", " ").replace("_", " ") if name == "guards" else str(value)
+
+
+def value_on_axis(name: str, value: Any) -> str:
+    large = isinstance(value, int | float) and value >= 1_000
+    return short_number(value) if large else value_words(name, value)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Self, get_args, get_origin
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from ragorder.common.counts import parse_count
 from ragorder.eval.data.names import unknown
@@ -109,7 +109,7 @@ def complaint(error: ValidationError) -> str:
 class Display(BaseModel):
     model_config = STRICT
 
-    chart: str = Field(validation_alias=AliasChoices("chart", "figure"))
+    chart: str
     x: str | None = None
     metrics: tuple[str, ...] = ()
 

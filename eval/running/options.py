@@ -93,8 +93,6 @@ class Options(ServedBy):
         """Raises HarnessError if earlier runs in the folder were measured otherwise."""
         ours = self.arguments([])
         depends = "suites" in earlier and not (self.dry_run or earlier.get("dry_run"))
-        # What folders that are older than these arguments were measured with.
-        earlier = {"like": "lru" if earlier.get("engine") == "sim" else None, "reduced": False} | dict(earlier)
         for name in _MEASURED_WITH if depends else ():
             if earlier.get(name) != ours[name]:
                 option = "a simulated engine like" if name == "like" else "--" + name.replace("_", "-")

@@ -44,12 +44,11 @@ def plan_run(suites: Sequence[Suite], options: Options, store: Store) -> Plan:
     _check_same(options, store)
     plan = Plan()
     for kind, chosen in _by_kind(suites).items():
-        if experiment_of(kind).planned:
-            experiment = experiment_of(kind)(options, store, "", silent)
-            for job in _jobs(experiment, chosen, plan.missing):
-                answers = (each for each in plan.served if _same(experiment, each, job))
-                copied = any(set(job.policies) <= set(each.policies) for each in answers)
-                (plan.copied if copied else plan.served).append(job)
+        experiment = experiment_of(kind)(options, store, "", silent)
+        for job in _jobs(experiment, chosen, plan.missing):
+            answers = (each for each in plan.served if _same(experiment, each, job))
+            copied = any(set(job.policies) <= set(each.policies) for each in answers)
+            (plan.copied if copied else plan.served).append(job)
     return plan
 
 
@@ -80,15 +79,12 @@ def _jobs(experiment: Experiment, suites: Sequence[Suite], missing: list[Missing
 
 def _plan(experiment: Experiment, suite: Suite) -> Iterator[Job | Missing]:
     options = experiment.options
-    short_form = suite.short_form if options.reduced and not suite.needs else None
-    if suite.needs:
-        reason = f"needs {suite.needs}"
-    elif options.reduced and short_form is None:
-        reason = "has no short form: run it without --reduced"
-    else:
-        yield from experiment.plan(short_form or suite)
+    short_form = suite.short_form if options.reduced else suite
+    if short_form is not None:
+        yield from experiment.plan(short_form)
         return
     asked = [each for each in suite.policies if options.policies is None or each in options.policies]
+    reason = "has no short form: run it without --reduced"
     yield from (Missing(suite.name, {}, policy, reason) for policy in asked or ["free"])
 
 

@@ -30,7 +30,7 @@ from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.corpora.loader import CorpusLoader
 from ragorder.eval.data.names import unknown
 from ragorder.eval.running.cells import STRICT, Display, PaperRow, Reduced, SuiteCell, SuiteError, complaint
-from ragorder.eval.running.load import Progress
+from ragorder.eval.running.load import Progress, silent
 from ragorder.eval.running.options import Options
 from ragorder.eval.running.policies import POLICIES
 from ragorder.eval.running.record import Record, declared_record
@@ -77,8 +77,8 @@ class PaperLine(BaseModel):
 
 class Suite(BaseModel):
     """Cells are the product of `sweep`, each with `cell`, and those of each of `extra`. The first `warmup` requests of
-    a run are in no figure. `source` begins with the paper whose figure it measures. `needs` tells why a suite cannot be
-    run yet; `takes_corpora`: corpora of --corpora are swept too; `reduced`: its short form."""
+    a run are in no figure. `source` begins with the paper whose figure it measures; `takes_corpora`: corpora of
+    --corpora are swept too; `reduced`: its short form."""
 
     model_config = STRICT
 
@@ -87,7 +87,6 @@ class Suite(BaseModel):
     source: str
     says: str
     kind: str = "serve"
-    needs: str = ""
     takes_corpora: bool = False
     policies: tuple[str, ...] = ()
     baseline: str = "retrieval"
@@ -128,9 +127,9 @@ class Suite(BaseModel):
 
     @model_validator(mode="after")
     def _whole(self) -> Suite:
-        if not self.needs and not self.policies:
+        if not self.policies:
             raise ValueError("policies: name one at least")
-        if not self.needs and self.baseline not in self.policies:
+        if self.baseline not in self.policies:
             raise ValueError(f"baseline: {self.baseline!r} is not among the policies")
         twice = [name for swept in (self.sweep, *self.extra) for name in swept if name in self.cell]
         if self.sweep and twice and any(name in self.sweep for name in twice):
@@ -173,8 +172,6 @@ class Suite(BaseModel):
     @property
     def points(self) -> list[dict[str, Any]]:
         """The parameters of each cell, as in the file."""
-        if self.needs:
-            return []
         found: list[dict[str, Any]] = []
         for swept in (self.sweep, *self.extra):
             for values in product(*swept.values()):
@@ -323,8 +320,6 @@ class Experiment(Kind, ABC):
     """Whether it simulates what --engine would choose."""
     one_job: ClassVar[bool] = False
     """Whether all policies of a cell are measured in one job, which takes turns."""
-    planned: ClassVar[bool] = False
-    """Whether `--dry-run` shows the plan of each suite."""
     supports_dry_run: ClassVar[bool] = False
     """Whether `--dry-run` goes all the way, without a model."""
 
@@ -365,9 +360,12 @@ class Experiment(Kind, ABC):
             yield cls.cell.read(point, f"{where}: cell {_short(point)}")
 
     @classmethod
-    def lacks(cls, suite: Suite) -> str:
-        """Return in a few words what the suite needs that is not here by default; empty: it runs."""
-        return suite.needs or next((package for package in cls.packages if find_spec(package) is None), "")
+    def obstacles(cls, suite: Suite) -> list[str | None]:
+        """Return for each policy in each cell its `obstacle` on this machine without options."""
+        experiment = cls(Options(), Store(Path()), "", silent)
+        cells = ((cell, policy) for cell in suite.cells for policy in experiment.asked(suite))
+        applying = (each for each in cells if experiment.applies(suite, *each))
+        return [experiment.obstacle(suite, *each) for each in applying]
 
     def plan(self, suite: Suite) -> Iterator[Job | Missing]:
         """The jobs that the store lacks, and what cannot be measured. Raises CorpusError."""
@@ -405,8 +403,8 @@ class Experiment(Kind, ABC):
         for package, extra in self.packages.items():
             if find_spec(package) is None:
                 return f"the measurement needs {package}: {install_hint(extra)}"
-        found = self._corpus(cell)
-        return found if isinstance(found, str) else None
+        name = getattr(cell, "corpus", None)
+        return None if name is None else self.corpora.lacks(name)
 
     def missing(self, suite: Suite, cell: Any, policy: str, reason: str) -> Missing | None:
         """The record of an obstacle; None records nothing."""
@@ -422,13 +420,8 @@ class Experiment(Kind, ABC):
         return min(asked, self.options.limit or asked)
 
     def corpus(self, cell: Any) -> Corpus | None:
-        found = self._corpus(cell)
-        assert not isinstance(found, str), "a missing corpus was an obstacle"
-        return found
-
-    def _corpus(self, cell: Any) -> Corpus | str | None:
         name = getattr(cell, "corpus", None)
-        return None if name is None else self.corpora.take(name)
+        return None if name is None else self.corpora.load(name)
 
     def seeds(self, cell: Any) -> Sequence[int]:
         """An exact measurement that ignores the seed runs once."""

@@ -274,7 +274,9 @@ class TestOutcomes:
                 options = {"stream_options": {"include_usage": True}} if stream else {}
                 answer = await litellm.acompletion(**data, **options, api_base=base, api_key="none", max_tokens=16)
                 if stream:
-                    assert "".join([each.choices[0].delta.content or "" async for each in answer if each.choices]) == "yes"
+                    assert (
+                        "".join([each.choices[0].delta.content or "" async for each in answer if each.choices]) == "yes"
+                    )
                 else:
                     assert answer.choices[0].message.content == "yes"
             await wait_for(lambda: len(orderer.finished) == 2)

@@ -20,7 +20,7 @@ from support.bodies import Bodies
 from support.sent_requests import TEMPLATE, user
 
 from ragorder.adapters.proxy.ordering import OrderedRequest
-from ragorder.eval.engines.cloud import CloudAnswer, SimulatedCloud
+from ragorder.benchmarks.common.clouds import CloudAnswer, SimulatedCloud
 
 NAMES = "abcdefghijklmnopqrstuvwxyz"
 TEXTS = {name: f"{name} is a document about {name}. " * 60 for name in NAMES}

@@ -27,7 +27,7 @@ from ragorder.benchmarks.proxy.memory import (
     attacked_proxy,
     measure_peak,
 )
-from ragorder.eval.cli.eval import eval as evaluate
+from ragorder.cli import main
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads a process's memory from /proc"),
@@ -127,8 +127,8 @@ def test_memory_stays_below_a_gigabyte_under_all_attacks_together() -> None:
 
 @pytest.mark.slow
 def test_the_suite_measures_each_attack(tmp_path: Path) -> None:
-    run = ["run", "proxy-memory", "--reduced", "--seeds", "0", "-o", str(tmp_path)]
-    done = CliRunner().invoke(evaluate, run)
+    run = ["eval", "run", "proxy-memory", "--reduced", "--seeds", "0", "-o", str(tmp_path)]
+    done = CliRunner().invoke(main, run)
     assert done.exit_code == 0, done.output
     lines = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
     found = {line["policy"]: line["rows"] for line in lines if line["type"] == "proxy-memory"}
@@ -138,5 +138,5 @@ def test_the_suite_measures_each_attack(tmp_path: Path) -> None:
     # Half bodies, with room for all of them, are all kept.
     assert found["half bodies"]["clients"] == [100] and found["half bodies"]["peak_mb"][0] > idle + 40
     assert found[EVERYTHING]["steps"][0] > 0
-    page = CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
+    page = CliRunner().invoke(main, ["report", str(tmp_path), "--markdown", "-"]).output
     assert "| none, at its start |" in page and "| 100 clients with half a body of 1 MiB |" in page

@@ -10,9 +10,9 @@ from support.rings import grid
 
 from ragorder.benchmarks.chats.clouds.experiment import Clouds, serve
 from ragorder.benchmarks.chats.clouds.policies import POLICIES, CloudsCell
+from ragorder.benchmarks.common.clouds import CloudAnswer, CloudError, SimulatedCloud
 from ragorder.clouds import CacheRules, PromptParts, anthropic_content, cache_rules
 from ragorder.eval.data.workloads import make_workload
-from ragorder.eval.engines.cloud import CloudAnswer, CloudError, SimulatedCloud
 from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.suite import load_suites
 

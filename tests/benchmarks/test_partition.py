@@ -15,6 +15,7 @@ pytest.importorskip("scipy")
 from support.suites import page_of, run_suites
 
 from ragorder.benchmarks.common.vectors import build_index, clustered
+from ragorder.benchmarks.common.virtual.costs import ScanCosts
 from ragorder.benchmarks.hedra.partition import engines, experiment
 from ragorder.benchmarks.hedra.partition.experiment import PartitionCell
 from ragorder.eval.data.arrivals import poisson_arrivals
@@ -22,7 +23,6 @@ from ragorder.eval.running.load import silent
 from ragorder.eval.running.options import Options
 from ragorder.eval.running.store import Store
 from ragorder.eval.running.suite import Job, Suite
-from ragorder.eval.virtual.costs import ScanCosts
 
 POLICIES = ("equal shares", "oldest first", "shortest first")
 COSTS = ScanCosts(code_s=1e-3, piece_s=1e-3)

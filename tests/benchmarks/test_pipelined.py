@@ -10,12 +10,17 @@ from typing import Any
 
 import pytest
 from support.commands import run_command
+from support.inside import measured_client_of
 from support.results import result_lines
 from support.suites import assert_refused, suite_of, write_corpus
 
 pytest.importorskip("numpy")
 
 from ragorder import Document, PromptBuilder
+from ragorder.adapters.openai.pipelined import PromptRequest
+from ragorder.benchmarks.common.counted import CountedServer, long_builder
+from ragorder.benchmarks.common.vectors import embed
+from ragorder.benchmarks.common.virtual.loop import run_virtual
 from ragorder.benchmarks.ragcache.pipelined.measuring import (
     ALONE,
     measure_cold,
@@ -30,9 +35,8 @@ from ragorder.eval.cli.eval import eval as eval_command
 from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.report import make_report, read_results, render_markdown
 from ragorder.eval.running.suite import choose_suites, load_suites
-from ragorder.eval.suites.pipelining.search import embed, played
-from ragorder.eval.suites.pipelining.server import MeasuredServer, ask, find_server, long_builder
-from ragorder.eval.virtual.loop import run_virtual
+from ragorder.eval.suites.pipelining.search import played
+from ragorder.eval.suites.pipelining.server import ask, find_server
 from ragorder.pipelining import Provisional, Retrieval
 
 JSON = dict[str, Any]
@@ -174,12 +178,43 @@ def empty(vllm_server: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.usefixtures("empty")
+class TestACountedServer:
+    async def test_says_what_it_computed_once_it_is_quiet(self, facts: Any, builder: PromptBuilder) -> None:
+        async with CountedServer(facts) as server:
+            before = await server.quiet()
+            prompt = list(builder.prefix_ids)[:96]
+            for cached in (0, 64):  # the last block is always computed
+                answer = await measured_client_of(server).completions.create(
+                    model=facts.model, prompt=prompt, max_tokens=1, extra_body={"cache_salt": "counted"}
+                )
+                assert (answer.usage.prompt_tokens_details.cached_tokens or 0) == cached
+            after = await server.quiet()
+            assert after.at_work == 0
+            assert after.computed - before.computed == 96 + 32
+            assert await server.quiet() == after
+
+    async def test_counts_what_was_aborted_too(self, facts: Any, builder: PromptBuilder) -> None:
+        async with CountedServer(facts) as server:
+            before = await server.quiet()
+            options = {"max_tokens": 500, "extra_body": {"ignore_eos": True}}
+            request = PromptRequest(None, builder.prefix_ids, "aborted", options)
+            stream = server.streams.stream(request)
+            await anext(stream)
+            await stream.aclose()
+            after = await server.quiet()
+            assert after.at_work == 0
+            assert after.computed - before.computed == len(builder.prefix_ids)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.usefixtures("empty")
 class TestMeasuring:
     async def test_cold_starts_are_cold_and_warmed_up_while_retrieval_runs(
         self, facts: Any, builder: PromptBuilder
     ) -> None:
         steps: list[None] = []
-        async with MeasuredServer(facts) as server:
+        async with CountedServer(facts) as server:
             rows = await measure_cold(server, builder, requests(3), 0.4, lambda: steps.append(None))
         assert len(steps) == 3
         assert {len(column) for columns in rows.values() for column in columns.values()} == {3}
@@ -196,7 +231,7 @@ class TestMeasuring:
     async def test_speculation_is_paired_and_its_counts_add_up(self, facts: Any, builder: PromptBuilder) -> None:
         asked = requests(8)
         search = played([request.documents for request in asked], 0.24, stages=3, seed=1)
-        async with MeasuredServer(facts) as server:
+        async with CountedServer(facts) as server:
             rows = await measure_speculation(
                 server,
                 builder,
@@ -231,7 +266,7 @@ class TestMeasuring:
         asked = requests(12)
         search = played([request.documents for request in asked], 0.03, stages=3)
         steps: list[None] = []
-        async with MeasuredServer(facts) as server:
+        async with CountedServer(facts) as server:
             rows = await measure_throughput(
                 server,
                 builder,
@@ -296,7 +331,7 @@ class TestSuites:
     def test_of_the_papers_tables_can_be_run(self) -> None:
         for name, cells, short in (("table-5", 6, 6), ("table-6", 6, 6), ("ragcache-figure-22", 18, 10)):
             (found,) = choose_suites([name])
-            assert (found.kind, found.needs, found.baseline) == ("pipelining", "", "none")
+            assert (found.kind, found.baseline) == ("pipelining", "none")
             assert (len(found.points), len(found.short_form.points)) == (cells, short)
         assert load_suites()["table-6"].policies == ("none", "warmup")
 

@@ -16,8 +16,8 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("numpy")
 
+from ragorder.benchmarks.common.processes import cpu_s, peak_mb
 from ragorder.benchmarks.proxy.throughput import ProxyThroughput, ThroughputCell
-from ragorder.eval.data.machine import cpu_s, peak_mb
 from ragorder.eval.report.declared import tables_of
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record

@@ -19,7 +19,7 @@ from ragorder.cli import main
 benchmarks.__path__.append(sys.argv[1])
 run = ["eval", "run", "sorting", "--seeds", "0,1", "--set", "length=1000", "-o", sys.argv[2]]
 main(run, standalone_mode=False)
-main(["eval", "report", sys.argv[2], "--md", "-"], standalone_mode=False)
+main(["report", sys.argv[2], "--markdown", "-"], standalone_mode=False)
 """
 
 

@@ -12,6 +12,8 @@ faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
 from ragorder.benchmarks.common.vectors import build_index
+from ragorder.benchmarks.common.virtual.costs import EngineCosts, SearchCosts
+from ragorder.benchmarks.common.virtual.loop import run_virtual
 from ragorder.benchmarks.hedra.workflows import measuring
 from ragorder.benchmarks.hedra.workflows.cells import MODELS, System, WorkflowsCell
 from ragorder.benchmarks.hedra.workflows.experiment import SYSTEMS
@@ -23,8 +25,6 @@ from ragorder.document import Document
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.corpora import Corpus, CorpusQuestion
 from ragorder.eval.running.cells import SuiteError
-from ragorder.eval.virtual.costs import EngineCosts, SearchCosts
-from ragorder.eval.virtual.loop import run_virtual
 
 WORDS = 60
 

@@ -108,7 +108,7 @@ class TestAnApplicationWithMarks:
     def test_its_file_arranges_prompts_as_the_application_writes_them(self, write: Write, tmp_path: Path) -> None:
         requests = retrieved()
         file = tmp_path / "app.toml"
-        done = run(log(tmp_path / "log.jsonl", [write(*each) for each in requests]), "-o", file)
+        done = run(log(tmp_path / "log.jsonl", [write(*each) for each in requests]), "--out", file)
         assert done.exit_code == 0, done.output
         assert "documents in 160 of 160 requests" in done.output
         assert f"--template {file}" in done.output

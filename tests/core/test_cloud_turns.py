@@ -12,10 +12,10 @@ from support.rings import length
 from support.waiting import counted_lines
 
 from ragorder import Document, History, Orderer, PromptBuilder, Segment
+from ragorder.benchmarks.common.clouds import CloudAnswer, SimulatedCloud
 from ragorder.clouds import TurnMarks, TurnParts, cache_rules, read_cloud_usage
 from ragorder.clouds.turns import HistoryMark
 from ragorder.conversation import Turn
-from ragorder.eval.engines.cloud import CloudAnswer, SimulatedCloud
 
 SYSTEM = "Answer from the documents. " * 90
 ANSWER = "It is as the documents say, and in short. " * 6

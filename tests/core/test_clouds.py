@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.rings import examples
 
 from ragorder import Document, Orderer, Ordering, PromptBuilder
+from ragorder.benchmarks.common.clouds import SimulatedCloud
 from ragorder.clouds import (
     CacheRules,
     Prices,
@@ -26,7 +27,6 @@ from ragorder.clouds import (
     read_cloud_usage,
     tables,
 )
-from ragorder.eval.engines.cloud import SimulatedCloud
 from ragorder.ordering import RequestOutcome
 from ragorder.tokens import special_token_escaper
 

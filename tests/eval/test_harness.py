@@ -84,7 +84,6 @@ sweep = { capacity_tokens = [4_000, 8_000] }
 [report]
 """
 SHORTENED = SUITE.replace("\n[report]\n", REDUCED)
-NEEDY = SUITE.replace("policies =", 'needs = "patience, which does not exist yet"\npolicies =')
 
 
 def suite(text: str = SUITE) -> Suite:
@@ -252,7 +251,7 @@ class TestAShortForm:
         assert reasons == {"has no short form: run it without --reduced"}
 
     def test_every_table_of_the_papers_has_one_that_needs_no_more_than_an_engine(self) -> None:
-        paper = [each for each in load_suites().values() if each.from_paper and each.kind == "serve" and not each.needs]
+        paper = [each for each in load_suites().values() if each.from_paper and each.kind == "serve"]
         assert [each.name for each in paper if each.short_form is None] == []
 
 
@@ -514,11 +513,6 @@ class TestWhatIsUnavailable:
         assert run(tmp_path, asked, corpora=where) == Outcome(unavailable=2)
         assert all(re.search(said, reason) for reason in self.reasons(tmp_path).values())
 
-    def test_what_does_not_exist_yet(self, tmp_path: Path) -> None:
-        assert run(tmp_path, suite(NEEDY)) == Outcome(unavailable=2)
-        needs = "needs patience, which does not exist yet"
-        assert self.reasons(tmp_path) == {"retrieval": needs, "free": needs}
-
     def test_a_dry_run_of_quality_goes_its_whole_way_without_a_model(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -689,7 +683,20 @@ class TestTheCommand:
         shown = invoke("list", env={"COLUMNS": "120"}).output
         assert all(re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", shown) for name in load_suites())
         assert len(shown.splitlines()) < 50
-        assert re.search(r"ragcache\+\+ .*table-1", shown) and re.search(r"needs --model .*table-2", shown)
+        assert re.search(r"ragcache\+\+ .*table-1", shown)
+
+    def test_a_suite_needs_something_if_nothing_of_it_would_be_measured(self, tmp_path: Path) -> None:
+        """The dry run of a suite about answers asks for the questions."""
+        kinds = {name: each.kind for name, each in load_suites().items()}
+        here, there = (re.findall(r"[\w-]+", part) for part in invoke("list").output.split("┃ needs"))
+        lacking = {name for name in kinds if name not in here}
+        assert {"table-2", "table-5", "workers", "doll-questions", "fusion-answers"} <= lacking <= {*there}
+        asked = [name for name, kind in kinds.items() if kind != "quality"]
+        done = invoke("run", *asked, "-o", tmp_path, "--dry-run")
+        rows = re.findall(r"│ ([\w-]+) +│ +([\d,]+) +│ +[\d,]+ +│ +([\d,]+) ", done.output)
+        measured = {name for name, *runs in rows if runs != ["0", "0"]}
+        assert {name for name in asked if name not in measured} == lacking - {"table-2"}
+        assert "give --engine torch --model smollm2" in " ".join(done.output.split())
 
     def test_lists_a_group_or_a_suite_with_its_source(self) -> None:
         shown = invoke("list", "ragcache++", "guards").output
@@ -705,11 +712,8 @@ class TestTheCommand:
         assert f"next: ragorder report {tmp_path / 'out'}" in done.output
         assert "sk-secret" not in (tmp_path / "out" / "results.jsonl").read_text()
 
-    def test_on_a_terminal_says_what_was_found(
-        self, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_prints_the_tables_of_what_was_measured(self, own: Path, tmp_path: Path) -> None:
         pytest.importorskip("scipy")
-        monkeypatch.setattr(sys.modules["ragorder.eval.cli.eval"], "_is_terminal", lambda: True)
         done = invoke("run", own, "-o", tmp_path / "out", "--seeds", "0", "--limit", "60")
         assert done.exit_code == 0, done.output
         assert "mine: ragorder (free) changes the cached tokens" in " ".join(done.output.split())
@@ -726,9 +730,9 @@ class TestTheCommand:
         asked = ("ragcache-ttft-tiers", "ragcache-figure-22", "ragcache-figure-18")
         done = invoke("run", *asked, "-o", tmp_path / "out", "--engine", "openai", "--seeds", "0,1", "--dry-run")
         assert done.exit_code == 0, done.output
-        said = [line.partition(":")[::2] for line in done.output.splitlines()]
-        cells = {name: len(suite.points) for name in asked for suite in choose_suites([name])}
-        assert [(name, f" {cells[name]} cells x 2 seeds" in rest) for name, rest in said] == [(n, True) for n in asked]
+        assert [bool(re.search(rf"│ {name} +│ +[1-9]", done.output)) for name in asked] == [False, True, False]
+        for said in ("lies outside the project: give --corpora", "the engine is simulated: run it without --engine"):
+            assert said in " ".join(done.output.split())
         assert not (tmp_path / "out").exists()
 
     def test_a_dry_run_of_the_short_forms_has_a_real_engines_size(self, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pipelines of `ragorder bench`: searches as they are played, what a server counts, and the record of both modes."""
+"""Pipelines of `ragorder bench`: searches as they are played, the server, and the record of both modes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.commands import run_command
-from support.inside import measured_client_of
 from support.results import result_lines
 
 pytest.importorskip("numpy")
 
-from ragorder import Document, PromptBuilder
-from ragorder.adapters.openai.pipelined import PromptRequest
+from ragorder import Document
 from ragorder.eval.cli.bench import bench as bench_command
 from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.running.specs import Bench, BenchError
 from ragorder.eval.suites.pipelining.bench import pipeline_lines
 from ragorder.eval.suites.pipelining.search import played
-from ragorder.eval.suites.pipelining.server import MeasuredServer, ask, find_server, long_builder
+from ragorder.eval.suites.pipelining.server import ask, find_server
 from ragorder.pipelining import Provisional, Retrieval
 
 JSON = dict[str, Any]
@@ -80,45 +78,8 @@ def facts(vllm_server: Any, vllm_model: Path) -> Any:
     return find_server(vllm_server.base_url, model=vllm_model)
 
 
-@pytest.fixture(scope="module")
-def builder(facts: Any) -> PromptBuilder:
-    return long_builder("You are careful. Use the documents.", facts.tokenizer, 100)
-
-
-@pytest.fixture
-def empty(vllm_server: Any) -> None:
-    vllm_server.reset()
-
-
 @pytest.mark.vllm
-@pytest.mark.usefixtures("empty")
 class TestAServer:
-    async def test_says_what_it_computed_once_it_is_quiet(self, facts: Any, builder: PromptBuilder) -> None:
-        async with MeasuredServer(facts) as server:
-            before = await server.quiet()
-            prompt = list(builder.prefix_ids)[:96]
-            for cached in (0, 64):  # the last block is always computed
-                answer = await measured_client_of(server).completions.create(
-                    model=facts.model, prompt=prompt, max_tokens=1, extra_body={"cache_salt": "counted"}
-                )
-                assert (answer.usage.prompt_tokens_details.cached_tokens or 0) == cached
-            after = await server.quiet()
-            assert after.at_work == 0
-            assert after.computed - before.computed == 96 + 32
-            assert await server.quiet() == after
-
-    async def test_counts_what_was_aborted_too(self, facts: Any, builder: PromptBuilder) -> None:
-        async with MeasuredServer(facts) as server:
-            before = await server.quiet()
-            options = {"max_tokens": 500, "extra_body": {"ignore_eos": True}}
-            request = PromptRequest(None, builder.prefix_ids, "aborted", options)
-            stream = server.streams.stream(request)
-            await anext(stream)
-            await stream.aclose()
-            after = await server.quiet()
-            assert after.at_work == 0
-            assert after.computed - before.computed == len(builder.prefix_ids)
-
     def test_that_is_not_there_is_reported(self, vllm_model: Path) -> None:
         with pytest.raises(EngineError, match="cannot be reached"):
             find_server("http://127.0.0.1:9", model=vllm_model)

@@ -843,7 +843,9 @@ class TestPlaces:
         assert against == {"place=1"}
 
     def test_the_command_asks_the_sample_that_comes_with_it(self, tmp_path: Path, service: Service) -> None:
-        done = invoke("--places", "--engine", "openai", "--base-url", service.base_url, "--limit", 3, "-o", tmp_path)
+        done = invoke(
+            "--places", "--engine", "openai", "--base-url", service.base_url, "--limit", 3, "--output", tmp_path
+        )
         assert done.exit_code == 0, done.output
         assert len(service.bodies) == 3 * 5
         said = " ".join(done.output.split())

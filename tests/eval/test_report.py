@@ -32,7 +32,6 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from ragorder.cli import main
-from ragorder.eval.cli.report import eval_report as report_command
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.report import Report, ResultsError, make_report, read_results, render_html, render_markdown
 from ragorder.eval.report.page import csv_text, json_text
@@ -103,13 +102,6 @@ policies = ["retrieval", "free"]
 sweep = { dataset = ["hotpotqa"] }
 report = { chart = "quality" }
 paper = [{ policy = "retrieval", label = "APC+Retrieval", em = 0.0, f1 = 0.047 }]
-""",
-    "table-5": """
-title = "Pipelining, projected"
-source = "RAGCache++ Table 5"
-says = ""
-needs = "pipelining, which does not exist yet"
-report = { chart = "sweep" }
 """,
 }
 
@@ -417,7 +409,7 @@ class TestTheFinding:
 class TestWhatWasNotMeasured:
     def test_is_listed_with_its_reason(self, report: Report) -> None:
         said = " ".join(report.not_measured)
-        for words in ("random weights", "Times on a GPU", "dry run", "needs pipelining"):
+        for words in ("random weights", "Times on a GPU", "dry run"):
             assert words in said
 
     def test_does_not_list_what_nobody_asked_for(self, tmp_path: Path) -> None:
@@ -673,17 +665,15 @@ class TestInABrowser:
 
 class TestTheCommand:
     def test_writes_page_and_markdown(self, small: Path, tmp_path: Path) -> None:
-        markdown = tmp_path / "results.md"
-        done = CliRunner().invoke(report_command, [str(small), "--md", str(markdown)])
-        assert done.exit_code == 0, done.output
-        assert (small / "report.html").read_text("utf-8").startswith("<!doctype html>")
-        done = CliRunner().invoke(report_command, [str(small), "-o", str(tmp_path / "page.html"), "--md"])
-        assert done.stdout == markdown.read_text("utf-8")
-        assert done.stdout.startswith("# ragorder") and (tmp_path / "page.html").is_file()
+        page, markdown = tmp_path / "page.html", tmp_path / "results.md"
+        assert reported(small, "--html", page, "--markdown", markdown) == ""
+        assert page.read_text("utf-8").startswith("<!doctype html>")
+        assert markdown.read_text("utf-8").startswith("# ragorder")
+        assert reported(small, "--markdown", "-") == markdown.read_text("utf-8")
 
     @pytest.mark.parametrize(("name", "said"), [("nowhere", "is no folder"), (".", "has no results.jsonl")])
     def test_names_what_to_change(self, tmp_path: Path, name: str, said: str) -> None:
-        done = CliRunner().invoke(report_command, [str(tmp_path / name)])
+        done = CliRunner().invoke(main, ["report", str(tmp_path / name)])
         assert done.exit_code == 1
         assert re.search(f"{said}: give the folder that 'ragorder eval run SUITE -o DIR' wrote to", done.output)
 
@@ -693,7 +683,7 @@ class TestTheCommand:
     ) -> None:
         written(tmp_path, a_run(policy="retrieval"), a_run())
         monkeypatch.setitem(sys.modules, package, None)
-        done = CliRunner().invoke(report_command, [str(tmp_path)])
+        done = CliRunner().invoke(main, ["report", str(tmp_path), "--html", str(tmp_path / "page.html")])
         assert done.exit_code == 1
         assert "pip install '.[eval]'" in done.output
 

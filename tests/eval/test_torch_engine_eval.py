@@ -553,7 +553,7 @@ class TestPrefill:
                 tokens = [line["rows"][tier] for tier in ("device", "host", "disk")]
                 assert [sum(row) for row in zip(*tokens, strict=True)] == [3 * (60 + self.system)] * 2
                 assert min(tokens[1]) >= least
-        done = run_command(ragorder, "eval", "report", tmp_path)
+        done = run_command(ragorder, "report", tmp_path, "--html", tmp_path / "report.html")
         assert done.exit_code == 0, done.output
         page = (tmp_path / "report.html").read_text("utf-8")
         for part in ("stored in host memory, 3 prompts at once", "Blocking loads", "Beside the same without it"):
@@ -629,7 +629,7 @@ class TestServe:
             assert sum(rows["retrieved"]) == 16 * 2
         hits = {name: sum(rows["hits"]) for name, rows in runs.items()}
         assert 0 == hits["no cache"] < hits[alone] < hits[with_host] < hits[f"{with_host}, free order"]
-        shown = run_command(ragorder, "eval", "report", tmp_path, "--md").output
+        shown = run_command(ragorder, "report", tmp_path, "--markdown", "-").output
         for part in ("| no cache |", f"| {with_host} |", "times shorter than no cache", "first 4 left out"):
             assert part in shown
 
@@ -648,7 +648,7 @@ class TestServe:
         assert profile != LINEAR
         assert profile.facts["engine"].startswith("ragorder ")
         assert facts[arms[0]] == {}
-        shown = run_command(ragorder, "eval", "report", tmp_path, "--md").output
+        shown = run_command(ragorder, "report", tmp_path, "--markdown", "-").output
         assert "PGDSF by measured prefill times" in shown
 
     @pytest.mark.slow

@@ -36,7 +36,7 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor
 
-from ragorder.eval.cli.eval import eval as evaluate
+from ragorder import cli
 from ragorder.kernels.attention import PackedBatch, prefix_attention, torch_backend
 from ragorder.kernels.attention.table import (
     ARCHITECTURES,
@@ -500,10 +500,10 @@ class TestTheBenchmark:
 
         monkeypatch.setitem(contenders.CONTENDERS, "torch", lambda problem: lambda: problem.q)
         changes = ("--policy", "torch", "--set", "query=4", "--set", "context=16", "--set", "head_dim=64")
-        done = CliRunner().invoke(evaluate, ["run", "attention-check", "-o", str(tmp_path), *changes])
+        done = CliRunner().invoke(cli.main, ["eval", "run", "attention-check", "-o", str(tmp_path), *changes])
         assert done.exit_code == 1
         assert "2 of 2 results are wrong" in done.output
-        assert ", wrong |" in CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
+        assert ", wrong |" in CliRunner().invoke(cli.main, ["report", str(tmp_path), "--markdown", "-"]).output
 
     def test_counts_what_is_computed_and_moved(self) -> None:
         from ragorder.benchmarks.kernels.attention.contenders import AttentionShape

@@ -387,7 +387,7 @@ class TestTheSuite:
         assert (profile.cached_tokens, profile.new_tokens) == ((0, 32), (16, 48))
         assert ProfileRecord.rows_of(profile) == line.rows
         assert (line.facts["repeats"], line.facts["seed"], line.engine["block_size"]) == (2, 0, 16)
-        shown = CliRunner().invoke(main, ["eval", "report", str(tmp_path), "--md"]).output
+        shown = CliRunner().invoke(main, ["report", str(tmp_path), "--markdown", "-"]).output
         assert f"| 32 | {1e3 * profile(32, 16):,.1f}" in shown
 
     def test_needs_a_server(self, tmp_path: Path) -> None:

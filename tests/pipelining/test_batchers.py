@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.rings import examples
 from support.workflows import Asked, PlainPrompts, digest
 
-from ragorder.eval.virtual.loop import run_virtual
+from ragorder.benchmarks.common.virtual.loop import run_virtual
 from ragorder.pipelining import AnswerChunk, Usage, plain_retrieval
 from ragorder.pipelining.batching import (
     AllWaiting,

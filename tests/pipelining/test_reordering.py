@@ -25,15 +25,15 @@ from support.waiting import eventually, turns, until
 
 from ragorder import Document, Lengths, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.observing.observed import ObservedOrderer
+from ragorder.benchmarks.common.virtual.loop import run_virtual
 from ragorder.benchmarks.ragcache.reordering import DISCIPLINES, SimulatedQueues
-from ragorder.eval.cli.eval import eval as evaluate
+from ragorder.cli import main
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.trace import trace_of_workload
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import EngineCompletion
 from ragorder.eval.engines.prompts import NumberedPrompts
 from ragorder.eval.running.load import ServiceTimes
-from ragorder.eval.virtual.loop import run_virtual
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError, Ticket
 
 
@@ -394,21 +394,31 @@ class TestTheMeasurement:
 
     def test_the_suite_is_run_resumed_and_reported(self, tmp_path: Path) -> None:
         pytest.importorskip("scipy")
-        run = ["run", "reordering", "-o", str(tmp_path), "--seeds", "0,1"]
+        run = ["eval", "run", "reordering", "-o", str(tmp_path), "--seeds", "0,1"]
         for parameter in ("workload=mix8", "capacity_tokens=16000", "load=2", "requests=30"):
             run += ["--set", parameter]
         for served in (8, 0):
-            done = CliRunner().invoke(evaluate, run)
+            done = CliRunner().invoke(main, run)
             assert done.exit_code == 0 and f"{served} runs served" in done.output, done.output
         lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
         seeds = [[line["policy"] for line in lines if line.get("seed") == seed] for seed in (0, 1)]
         assert seeds == [list(DISCIPLINES), [*list(DISCIPLINES)[1:], "fcfs"]]
-        page = CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
+        page = CliRunner().invoke(main, ["report", str(tmp_path), "--markdown", "-"]).output
         assert "Mean TTFT, times shorter" in page and "overtaken by" in page
 
     def test_a_running_server_has_one_cache_size(self, tmp_path: Path) -> None:
-        run = ["run", "reordering", "-o", str(tmp_path), "--engine", "openai", "--base-url", "http://localhost:1"]
-        assert "0 runs served" in CliRunner().invoke(evaluate, run).output
+        run = [
+            "eval",
+            "run",
+            "reordering",
+            "-o",
+            str(tmp_path),
+            "--engine",
+            "openai",
+            "--base-url",
+            "http://localhost:1",
+        ]
+        assert "0 runs served" in CliRunner().invoke(main, run).output
         assert "a running server has one cache size" in (tmp_path / "results.jsonl").read_text()
 
 

@@ -31,7 +31,7 @@ from support.workflow_server import (
 )
 from support.workflows import Asked, PlainPrompts, chain
 
-from ragorder.eval.virtual.loop import run_virtual
+from ragorder.benchmarks.common.virtual.loop import run_virtual
 from ragorder.pipelining import AnswerChunk, ContinuousIVF, EngineLoad, Stage
 from ragorder.pipelining.search import Budget
 from ragorder.pipelining.workflow import (

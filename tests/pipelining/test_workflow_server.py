@@ -45,7 +45,7 @@ from support.workflow_server import (
 )
 from support.workflows import Asked, PlainPrompts, ScriptedEngine, chain, compiled, graphs
 
-from ragorder.eval.virtual.loop import run_virtual
+from ragorder.benchmarks.common.virtual.loop import run_virtual
 from ragorder.pipelining import AnswerChunk, ContinuousIVF, EngineLoad, QueueFullError, Stage, StagedIVF, WarmUp
 from ragorder.pipelining.search import Budget, History
 from ragorder.pipelining.workflow import (

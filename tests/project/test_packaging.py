@@ -263,7 +263,7 @@ class TestSdist:
             archive.extractall(tmp_path, filter="data")
         (folder,) = tmp_path.iterdir()
         assert not (folder / "ragorder" / "trie").exists()
-        tests = ["tests/trie/test_sketch.py", "tests/core/test_guards.py", "tests/eval/test_virtual.py"]
+        tests = ["tests/trie/test_sketch.py", "tests/core/test_guards.py", "tests/benchmarks/test_virtual.py"]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
         def run(*command: str) -> str:

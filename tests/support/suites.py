@@ -37,7 +37,7 @@ def run_suites(folder: Path, *asked: Any, **cell: Any) -> str:
 
 def page_of(folder: Path) -> str:
     """Return the report on a folder's results in Markdown."""
-    done = run_command(main, "eval", "report", folder, "--md", "-")
+    done = run_command(main, "report", folder, "--markdown", "-")
     assert done.exit_code == 0, done.output
     return done.output
 

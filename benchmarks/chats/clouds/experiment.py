@@ -23,10 +23,10 @@ from ragorder.benchmarks.chats.clouds.policies import (
     make_text,
 )
 from ragorder.benchmarks.chats.talks import NEAREST, TOPICS, draw_topics, find_again
+from ragorder.benchmarks.common.clouds import SimulatedCloud
 from ragorder.benchmarks.common.served import cached_share
 from ragorder.clouds import CacheRules, cache_rules
 from ragorder.eval.data.workloads import make_workload
-from ragorder.eval.engines.cloud import SimulatedCloud
 from ragorder.eval.report.declared import Block, Column, Row, TableForm, figure, policy_column
 from ragorder.eval.report.tables import Entry, Tone
 from ragorder.eval.report.words import format_number

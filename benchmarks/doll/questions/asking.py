@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ragorder.benchmarks.common.processes import ServerProcess, server_process
+from ragorder.benchmarks.common.processes import ServerProcess, peak_mb, server_process
 from ragorder.common.counts import parse_size
-from ragorder.eval.data.machine import peak_mb, resident_mb
+from ragorder.eval.data.machine import resident_mb
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.running.cells import SuiteCell
 

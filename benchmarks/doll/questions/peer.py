@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragorder.benchmarks.common.processes import started
+from ragorder.benchmarks.common.processes import peak_mb, started
 from ragorder.benchmarks.doll.questions.asking import Asked, Found, reply_of
-from ragorder.eval.data.machine import peak_mb, resident_mb
+from ragorder.eval.data.machine import resident_mb
 from ragorder.eval.engines.base import EngineError
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ragorder.eval.virtual.costs import ScanCosts
+from ragorder.benchmarks.common.virtual.costs import ScanCosts
 from ragorder.pipelining import ContinuousIVF
 from ragorder.pipelining.search import Budget, SearchHandle
 from ragorder.pipelining.search.continuous import fill

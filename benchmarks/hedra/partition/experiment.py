@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from ragorder.benchmarks.common.reports import draw_table
 from ragorder.benchmarks.common.served import Cells, cells_along, faster_entry
 from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.machine import load_average
-from ragorder.eval.report.lines import draw_table
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Table
 from ragorder.eval.report.words import format_number
@@ -24,8 +24,8 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 if TYPE_CHECKING:
+    from ragorder.benchmarks.common.virtual.costs import ScanCosts
     from ragorder.benchmarks.hedra.partition.engines import Clock, System
-    from ragorder.eval.virtual.costs import ScanCosts
 
     Prepared = tuple[Callable[[str], tuple[System, Clock]], Callable[[], dict[str, float]]]
     """Each policy's engine with its clock, and a function that measures the facts."""
@@ -146,8 +146,8 @@ class Partition(Experiment):
 
 
 def _virtual(job: Job, shares: Sequence[float], stack: ExitStack) -> Prepared:
+    from ragorder.benchmarks.common.virtual.costs import ScanCosts
     from ragorder.benchmarks.hedra.partition import engines
-    from ragorder.eval.virtual.costs import ScanCosts
 
     cell: PartitionCell = job.cell
     code_s = 1e-9 * cell.code_ns * engines.PAPER_DIMENSIONS / 128

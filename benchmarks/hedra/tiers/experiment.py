@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
+from ragorder.benchmarks.common.reports import draw_table
 from ragorder.benchmarks.common.served import Cells, cells_along, faster_entry
 from ragorder.benchmarks.common.vectors import build_index, clustered, embedded
 from ragorder.benchmarks.hedra.locality import skew
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.report.groups import RecordGroup
-from ragorder.eval.report.lines import draw_table
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Table
 from ragorder.eval.report.words import format_number

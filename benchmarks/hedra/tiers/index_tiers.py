@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ragorder.eval.virtual.costs import ScanCosts, SearchCosts
-from ragorder.eval.virtual.search import VirtualIVF
+from ragorder.benchmarks.common.virtual.costs import ScanCosts, SearchCosts
+from ragorder.benchmarks.common.virtual.search import VirtualIVF
 from ragorder.pipelining.search.costs import ClusterCosts
 from ragorder.pipelining.search.merge import BestResults, ScannedPart
 from ragorder.pipelining.search.running import RunningSearch, Visits

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from ragorder.benchmarks.common.virtual.costs import EngineCosts, ScanCosts, SearchCosts
 from ragorder.benchmarks.hedra.workflows.script import WORKFLOWS
 from ragorder.eval.data.names import unknown
 from ragorder.eval.running.cells import SuiteCell, one_of
-from ragorder.eval.virtual.costs import EngineCosts, ScanCosts, SearchCosts
 from ragorder.pipelining.workflow.transformations import Transformation
 
 # Costs of the paper's hardware (HedraRAG section 6.1). Measured is one: 77 ns to scan a vector of 128 dimensions on

@@ -89,8 +89,8 @@ class Workflows(Experiment):
         self._embed: Embedder | None = None
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
+        from ragorder.benchmarks.common.virtual.loop import run_virtual
         from ragorder.benchmarks.hedra.workflows.measuring import serve
-        from ragorder.eval.virtual.loop import run_virtual
 
         cell: WorkflowsCell = job.cell
         materials = self.kept((cell.corpus, cell.nprobe, job.seed), lambda: self._materials(job))

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ragorder import Orderer
 from ragorder.adapters.openai.prompts import OrderedPrompts, PromptRequest
 from ragorder.adapters.workflows import WorkflowPrompts
+from ragorder.benchmarks.common.virtual.costs import SearchCosts
+from ragorder.benchmarks.common.virtual.engine import VirtualEngine
+from ragorder.benchmarks.common.virtual.search import VirtualIVF, WholeSearches
 from ragorder.benchmarks.hedra.workflows.cells import FAST, MODELS, SEARCH, System, WorkflowsCell
 from ragorder.benchmarks.hedra.workflows.script import Embedder, RankedPrompts, Script, WordTokenizer, compiled
 from ragorder.document import Document
-from ragorder.eval.virtual.costs import SearchCosts
-from ragorder.eval.virtual.engine import VirtualEngine
-from ragorder.eval.virtual.search import VirtualIVF, WholeSearches
 from ragorder.pipelining import AnswerChunk, EngineLoad, EngineRequest, RequestBuilder, StreamingEngine, prefill_batch
 from ragorder.pipelining.workflow import CompiledGraph, NodeQuestion, WorkflowResult, WorkflowServer, interpret
 from ragorder.prompt import PromptBuilder

@@ -20,8 +20,9 @@ from ragorder.eval.running.specs import EngineSpec
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 
 if TYPE_CHECKING:
+    from ragorder.benchmarks.common.counted import CountedServer
     from ragorder.eval.running.record import Floats
-    from ragorder.eval.suites.pipelining.server import MeasuredServer, ServerFacts
+    from ragorder.eval.suites.pipelining.server import ServerFacts
 
 _NO_SERVER = "a pipeline needs a server that takes several requests at once: use --engine openai"
 _Rows = dict[str, dict[str, list[Any]]]
@@ -106,10 +107,6 @@ class Pipelining(Experiment):
 
     _facts: ServerFacts | None = None
 
-    @classmethod
-    def lacks(cls, suite: Suite) -> str:
-        return super().lacks(suite) or "--engine openai"
-
     def asked(self, suite: Suite) -> Sequence[str]:
         """Without the baseline, which each line has beside the other mode."""
         return [policy for policy in super().asked(suite) if policy != suite.baseline]
@@ -167,11 +164,11 @@ async def _measure(
     requests: Sequence[tuple[int, TraceRequest]],
     advance: Callable[[], None],
 ) -> dict[str, Any]:
+    from ragorder.benchmarks.common.counted import CountedServer, long_builder
     from ragorder.benchmarks.ragcache.pipelined.measuring import measure_cold, time_system
-    from ragorder.eval.suites.pipelining.server import MeasuredServer, long_builder
 
     builder = long_builder(SYSTEM_PROMPT, facts.tokenizer, cell.system_tokens)
-    async with MeasuredServer(facts) as server:
+    async with CountedServer(facts) as server:
         await server.check(builder)
         system = {"system_tokens": builder.prefix_tokens}
         if cell.measure != "cold":
@@ -185,12 +182,13 @@ async def _measure(
 
 async def _search(
     cell: PipeliningCell,
-    server: MeasuredServer,
+    server: CountedServer,
     builder: Any,
     corpus: Corpus,
     requests: Sequence[tuple[int, TraceRequest]],
     advance: Callable[[], None],
 ) -> dict[str, Any]:
+    from ragorder.benchmarks.common.vectors import embed
     from ragorder.benchmarks.ragcache.pipelined.measuring import (
         measure_speculation,
         measure_throughput,
@@ -198,7 +196,6 @@ async def _search(
         plan_search,
         real_retrieval,
     )
-    from ragorder.eval.suites.pipelining.search import embed
 
     vectors = embed([document.text for document in corpus.documents], cache_folder())
     every = embed([question.text for question in corpus.questions], cache_folder())

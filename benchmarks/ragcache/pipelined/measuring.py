@@ -15,6 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from ragorder.adapters.openai.pipelined import OrderedPrompts, PromptRequest
+from ragorder.benchmarks.common.counted import CountedServer, Counters
 from ragorder.benchmarks.common.vectors import index_of
 from ragorder.common.extras import needs
 from ragorder.document import Document
@@ -25,8 +26,6 @@ from ragorder.eval.running.load import rotated
 from ragorder.eval.suites.pipelining.search import played
 from ragorder.eval.suites.pipelining.server import (
     Asked,
-    Counters,
-    MeasuredServer,
     ask,
     closed_loop,
     make_pipeline,
@@ -131,7 +130,7 @@ Advance = Callable[[], None]
 
 
 async def measure_speculation(
-    server: MeasuredServer,
+    server: CountedServer,
     builder: PromptBuilder,
     questions: Sequence[str],
     searches: Mapping[str, Retrieval[Any, Document]],
@@ -183,7 +182,7 @@ async def measure_speculation(
 
 
 async def measure_throughput(
-    server: MeasuredServer,
+    server: CountedServer,
     builder: PromptBuilder,
     questions: Sequence[str],
     searches: Mapping[str, Retrieval[Any, Document]],
@@ -289,7 +288,7 @@ def saturated_rate(ends_s: Sequence[float], clients: int) -> float | None:
 
 
 def _pipelines(
-    server: MeasuredServer,
+    server: CountedServer,
     builder: PromptBuilder,
     searches: Mapping[str, Retrieval[Any, Document]],
     max_prefill_bs: int | None,
@@ -325,7 +324,7 @@ _CALIBRATING = 5
 
 
 async def measure_cold(
-    server: MeasuredServer,
+    server: CountedServer,
     builder: PromptBuilder,
     requests: Sequence[TraceRequest],
     retrieval_s: float,
@@ -368,7 +367,7 @@ async def measure_cold(
     return rows
 
 
-async def time_system(server: MeasuredServer, builder: PromptBuilder) -> float:
+async def time_system(server: CountedServer, builder: PromptBuilder) -> float:
     """Median seconds of the system prompt alone."""
     times = []
     for _ in range(_CALIBRATING):
@@ -381,7 +380,7 @@ def _system(builder: PromptBuilder, salt: str) -> PromptRequest:
     return PromptRequest(None, builder.prefix_ids, salt, {"max_tokens": 1, "temperature": 0.0})
 
 
-async def _time(server: MeasuredServer, request: PromptRequest) -> float:
+async def _time(server: CountedServer, request: PromptRequest) -> float:
     start, first_s = time.perf_counter(), 0.0
     async with aclosing(server.streams.stream(request)) as chunks:
         async for _ in chunks:

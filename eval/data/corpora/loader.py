@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 from ragorder.common.files import cache_folder
-from ragorder.eval.data.corpora import PYDOCS, Corpus, CorpusError, load_folder, load_pydocs
+from ragorder.eval.data.corpora import PYDOCS, Corpus, load_folder, load_pydocs
+from ragorder.eval.data.corpora.pydocs import lacks_pydocs
 
 
 def corpora_in(folder: Path) -> list[str]:
@@ -18,22 +20,25 @@ class CorpusLoader:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._loaded: dict[str, Corpus | str] = {}
+        self._loaded: dict[str, Corpus] = {}
+        self._lacks_pydocs = cache(lacks_pydocs)
 
-    def take(self, name: str) -> Corpus | str:
-        """The corpus, or the reason for its absence. Raises CorpusError for one that cannot be read."""
+    def lacks(self, name: str) -> str | None:
+        """Return the reason why the corpus is not here."""
+        if name == PYDOCS:
+            return self._lacks_pydocs()
+        if self._folder is None:
+            return f"corpus {name} lies outside the project: give --corpora, the folder that it is in"
+        return None if (self._folder / name).is_dir() else f"there is no corpus {name} in {self._folder}"
+
+    def load(self, name: str) -> Corpus:
+        """Raises CorpusError for a corpus that cannot be read."""
         if name not in self._loaded:
             self._loaded[name] = self._load(name)
         return self._loaded[name]
 
-    def _load(self, name: str) -> Corpus | str:
+    def _load(self, name: str) -> Corpus:
         if name == PYDOCS:
-            try:
-                return load_pydocs(cache=cache_folder())
-            except (ImportError, CorpusError) as error:
-                return f"corpus {PYDOCS}: {error}"
-        if self._folder is None:
-            return f"corpus {name} lies outside the project: give --corpora, the folder that it is in"
-        if not (self._folder / name).is_dir():
-            return f"there is no corpus {name} in {self._folder}"
+            return load_pydocs(cache=cache_folder())
+        assert self._folder is not None, "a missing corpus was an obstacle"
         return load_folder(self._folder / name)

@@ -11,11 +11,13 @@ import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from random import Random
 
 from ragorder.common.corpus import CorpusError
+from ragorder.common.extras import install_hint
 from ragorder.common.jsonl import decode
 from ragorder.document import Document
 from ragorder.eval.data.corpora.base import Corpus, CorpusQuestion
@@ -40,8 +42,7 @@ def load_pydocs(*, retriever: Retriever | None = None, top_k: int = 20, cache: P
     retriever = BM25Retriever() if retriever is None else retriever
     modules = documentation.library_modules()
     if not modules:
-        root = sysconfig.get_path("stdlib")
-        raise CorpusError(f"{root}: holds no Python sources: install the standard library's .py files")
+        raise CorpusError(_no_sources())
     if cache is None:
         return _build(modules, retriever, top_k)
     path = cache / f"{_NAME}-{_fingerprint(modules, retriever, top_k)}.json"
@@ -50,6 +51,17 @@ def load_pydocs(*, retriever: Retriever | None = None, top_k: int = 20, cache: P
         corpus = _build(modules, retriever, top_k)
         _keep(corpus, path)
     return corpus
+
+
+def lacks_pydocs() -> str | None:
+    """Return the reason why the corpus cannot be made here."""
+    if find_spec("bm25s") is None:
+        return f"corpus {PYDOCS} needs bm25s: {install_hint('eval')}"
+    return None if documentation.library_modules() else f"corpus {PYDOCS}: {_no_sources()}"
+
+
+def _no_sources() -> str:
+    return f"{sysconfig.get_path('stdlib')}: holds no Python sources: install the standard library's .py files"
 
 
 def load_asked(*, top_k: int = 20, cache: Path | None = None) -> Corpus:

@@ -1,27 +1,14 @@
-"""Retrieval as it is played, and embeddings that are kept."""
+"""Retrieval as it is played."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import os
 import random
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ragorder.document import Document
-from ragorder.eval.data.retrieval import DenseRetriever
 from ragorder.eval.suites.pipelining.server import Asked
-from ragorder.kernels.preprocessing.encoder import default_model
 from ragorder.pipelining import Provisional, Retrieval
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Vectors = NDArray[np.float32]
 
 
 def played(
@@ -53,26 +40,3 @@ def _provisional(
         missing = min(len(final), len(others), max(0, settled - stage))
         found.append(final[: len(final) - missing] + others[:missing])
     return found
-
-
-def embed(texts: Sequence[str], cache: Path | None = None) -> Vectors:
-    """Normalised embeddings, one row a text, kept in the folder `cache`. Raises ImportError, OSError for a model that
-    cannot be loaded."""
-    import numpy as np
-
-    retriever = DenseRetriever(default_model())
-    if cache is None:
-        return np.ascontiguousarray(retriever.embed(texts), dtype=np.float32)
-    digest = hashlib.sha256(retriever.name.encode())
-    for text in texts:
-        data = text.encode("utf-8", "surrogatepass")
-        digest.update(len(data).to_bytes(8, "big") + data)
-    path = cache / f"vectors-{digest.hexdigest()[:16]}.npy"
-    with suppress(OSError, ValueError):
-        return np.load(path)  # type: ignore[no-any-return]
-    vectors = np.ascontiguousarray(retriever.embed(texts), dtype=np.float32)
-    cache.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}.npy")
-    np.save(unfinished, vectors)
-    unfinished.replace(path)
-    return vectors

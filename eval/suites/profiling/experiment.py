@@ -68,10 +68,6 @@ class Profiling(Experiment):
     cell = ProfileCell
     policies: ClassVar[Any] = ("prefill",)
 
-    @classmethod
-    def lacks(cls, suite: Suite) -> str:
-        return super().lacks(suite) or "--engine openai"
-
     def obstacle(self, suite: Suite, cell: ProfileCell, policy: str) -> str | None:
         return None if self.options.engine == "openai" else "prefill times are those of a server: use --engine openai"
 

@@ -86,10 +86,6 @@ class Quality(Experiment):
         self._failed: set[tuple[str, QualityCell]] = set()
 
     @classmethod
-    def lacks(cls, suite: Suite) -> str:
-        return super().lacks(suite) or "--model"
-
-    @classmethod
     def check(cls, suite: Suite, where: str) -> None:
         from ragorder.eval.suites.quality.orders import Order, QualityError
 

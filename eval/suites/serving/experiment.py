@@ -118,7 +118,6 @@ class Serving(Experiment):
     cell = ServingCell
     one_job = True
     policies: ClassVar[Any] = POLICIES
-    planned = True
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -9,10 +9,10 @@ from ragorder.eval.report.canvas import CARD, INK, LINE, Picture, draw, label_en
 from ragorder.eval.report.groups import Group
 from ragorder.eval.report.lines import draw_lines
 from ragorder.eval.report.metrics import CACHED, TTFT_P50
-from ragorder.eval.report.words import format_number, policy_words
+from ragorder.eval.report.words import format_number, policy_words, short_number, value_on_axis
 from ragorder.eval.running.suite import Suite
 from ragorder.eval.suites.serving.moves import moves_picture
-from ragorder.eval.suites.serving.sweeps import panels_of, position_pictures, sweep_pictures, value_on_axis
+from ragorder.eval.suites.serving.sweeps import panels_of, position_pictures, sweep_pictures
 
 POINTS = 250
 
@@ -158,12 +158,14 @@ def _recorded(label: str, wanted: Lines, name: str, title: str, unit: str) -> Pi
             ends.append((ends[-1][0], float(size), "the cache's size", style("oracle")))
             top = max(top, size)
         axes.set_ylim(0, top * 1.06)
-        axes.yaxis.set_major_formatter(lambda value, _: _short(value))
+        axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
         axes.set_xlabel("request")
         axes.set_ylabel(unit)
         label_ends(axes, ends)
 
-    said = ", ".join(f"{policy_words(each)} {_short(values[-1])} at the end" for each, (_, values) in lines.items())
+    said = ", ".join(
+        f"{policy_words(each)} {short_number(values[-1])} at the end" for each, (_, values) in lines.items()
+    )
     return draw(paint, title=titled(title, label), alt=f"{unit}: {said}", caption="Mean of the seeds.")
 
 
@@ -178,11 +180,6 @@ def _line(group: Group, policy: str, name: str) -> tuple[Any, Any] | None:
     if not known:
         return None
     return known[0]["request"], np.mean([line[name] for line in known], axis=0)
-
-
-def _short(value: float) -> str:
-    unit, size = next((each for each in (("M", 1e6), ("k", 1e3)) if abs(value) >= each[1]), ("", 1.0))
-    return f"{value / size:.3g}{unit}"
 
 
 def along(group: Group) -> Picture | None:

@@ -191,9 +191,9 @@ def _detail_tables(suite: Suite, groups: Sequence[Group], baseline: str) -> list
         tables.append(found)
     if suite.about("breakdown", "order_us", "build_us"):
         tables.append(_breakdown(groups) if few else _by_cell("Time to order, p50, µs", groups, _order_time))
-    if suite.about("hits", "fast_percent"):
+    if suite.about("hits"):
         tables.append(_hits(groups))
-    if suite.name == "table-7" or suite.about("prefill"):
+    if suite.name == "table-7":
         tables.append(_saved(groups))
     if suite.about("moves"):
         tables.append(moves_table(groups, baseline, short=not suite.source))

@@ -10,7 +10,7 @@ from typing import Any
 from ragorder.eval.report.canvas import INK, Picture, Style, draw, label_ends, name_marks, style, titled
 from ragorder.eval.report.groups import Group
 from ragorder.eval.report.metrics import CACHED, PLACES, SHARE_MOVED, TTFT_P50, Metric
-from ragorder.eval.report.words import axis_words, cell_words, format_number, policy_words, signed, value_words
+from ragorder.eval.report.words import axis_words, cell_words, format_number, policy_words, signed, value_on_axis
 from ragorder.eval.running.suite import Suite
 
 # Parameters without an order, and so without a line between their values.
@@ -67,12 +67,6 @@ def _number(value: Any) -> bool:
 
 def _ticks(panel: Sequence[Group], x: str) -> list[str]:
     return [value_on_axis(x, group.cell.get(x)) for group in panel]
-
-
-def value_on_axis(x: str, value: Any) -> str:
-    if _number(value) and value >= 1_000:
-        return f"{value / 1e6:.3g}M" if value >= 1e6 else f"{value / 1e3:.3g}k"
-    return value_words(x, value)
 
 
 def _values(panel: Sequence[Group], x: str, metric: Metric, others: str) -> Picture | None:

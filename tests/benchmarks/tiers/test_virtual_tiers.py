@@ -11,11 +11,11 @@ faiss = pytest.importorskip("faiss")
 pytest.importorskip("torch")
 
 from ragorder.benchmarks.common.vectors import build_index, clustered
+from ragorder.benchmarks.common.virtual.costs import ScanCosts, SearchCosts
+from ragorder.benchmarks.common.virtual.loop import run_virtual
+from ragorder.benchmarks.common.virtual.search import VirtualIVF
 from ragorder.benchmarks.hedra.tiers.index_tiers import VirtualClusterScan, VirtualTieredIVF, VirtualTiers
 from ragorder.benchmarks.hedra.tiers.torch_scan import TorchClusterScan
-from ragorder.eval.virtual.costs import ScanCosts, SearchCosts
-from ragorder.eval.virtual.loop import run_virtual
-from ragorder.eval.virtual.search import VirtualIVF
 
 K = 3
 LARGE = SearchCosts(code_s=1e-6, vectors=1_000_000, clusters=40_000, busy_cores=8, piece_s=1e-5)

@@ -19,10 +19,10 @@ faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
 from ragorder.benchmarks.common.vectors import build_index, clustered
-from ragorder.eval.virtual.costs import EngineCosts, SearchCosts
-from ragorder.eval.virtual.engine import VirtualEngine
-from ragorder.eval.virtual.loop import DeadlockError, Servers, run_virtual
-from ragorder.eval.virtual.search import VirtualIVF, WholeSearches
+from ragorder.benchmarks.common.virtual.costs import EngineCosts, SearchCosts
+from ragorder.benchmarks.common.virtual.engine import VirtualEngine
+from ragorder.benchmarks.common.virtual.loop import DeadlockError, Servers, run_virtual
+from ragorder.benchmarks.common.virtual.search import VirtualIVF, WholeSearches
 from ragorder.pipelining.search import History
 
 COSTS = EngineCosts(step_s=0.01, prefill_token_s=0.001, context_token_s=0.0, capacity_tokens=640)

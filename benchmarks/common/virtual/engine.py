@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from ragorder.benchmarks.common.virtual.costs import EngineCosts
 from ragorder.eval.engines.sim import SimEngine
-from ragorder.eval.virtual.costs import EngineCosts
 from ragorder.pipelining import AnswerChunk, Usage
 
 # A leap that ends within this of a step's end has made the step.

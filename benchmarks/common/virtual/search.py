@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ragorder.eval.virtual.costs import SearchCosts
-from ragorder.eval.virtual.loop import Servers
+from ragorder.benchmarks.common.virtual.costs import SearchCosts
+from ragorder.benchmarks.common.virtual.loop import Servers
 from ragorder.pipelining.search import Budget, ContinuousIVF
 from ragorder.pipelining.search.costs import PieceLimit
 from ragorder.pipelining.search.running import RunningSearch
