@@ -660,16 +660,18 @@ class TestFusion:
         refused: dict[str, list[Any]] = {
             "recompute": [1.5, -0.1, "much"],
             "reuse": ["both"],
-            "select": ["qurey", "x" * 65],
+            "select": ["qurey", "random", "x" * 65],
             "select_rounds": [0, 1 << 40],
         }
         bodies = [(name, {name: value}) for name, values in refused.items() for value in values]
-        bodies += [(name, {"reuse": "exact", name: value}) for name, value in (("recompute", 0.1), ("select", "head"))]
+        bodies += [
+            (name, {"reuse": "exact", name: value}) for name, value in (("recompute", 0.1), ("select", "query"))
+        ]
         async with reaching(make_engine_app(fusing)) as fused:
             for name, fields in bodies:
                 assert (await refusal(fused, COMPLETIONS, {"prompt": "a", **fields}))["param"] == name
         await complete(client, reuse="exact")
-        for option in ({"reuse": "fused"}, {"recompute": 0.1}, {"select": "head"}):
+        for option in ({"reuse": "fused"}, {"recompute": 0.1}, {"select": "deviation"}):
             error = await refusal(client, COMPLETIONS, {"prompt": "a", **option})
             assert "start it with --reuse fused" in error["message"] and error["param"] in option
 
