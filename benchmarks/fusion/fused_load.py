@@ -80,7 +80,7 @@ class FusedLoad(Experiment):
                 policy_column("documents reused"),
                 figure("most at once", "most", 0, spread=True),
                 figure("steps", "steps", 0, spread=True),
-                figure("processor seconds", "cpu_s", spread=True),
+                figure("processor seconds", "cpu_s", 2, spread=True),
                 figure("requests a second", "rate", spread=True),
                 ratio("times full attention's, by processor time", _speed, FULL),
             ],

@@ -21,7 +21,7 @@ BUILD_FITS = ("used", "other_model", "other_prefix", "other_documents")
 
 
 class BuildSide(NamedTuple):
-    """A model, and the length of a system prompt, of which nothing else is shown."""
+    """A model, and the length of a system prompt, whose text is not shown."""
 
     model: str
     prefix_tokens: int
