@@ -132,7 +132,7 @@ class EngineSettings(KVTierSettings):
 
     @property
     def fusion(self) -> Fusion | None:
-        return Fusion(self.recompute, self.select, self.select_rounds) if self.reuse == "fused" else None
+        return Fusion(self.recompute, self.select, rounds=self.select_rounds) if self.reuse == "fused" else None
 
     @field_validator("dtype")
     @classmethod

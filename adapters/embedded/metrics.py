@@ -109,6 +109,11 @@ class EngineMetrics:
             yield _counter(name, says, count, _VLLM_TIERS)
         says = "Fused requests with documents, by what keeps them from using the build in the disk tier's folder."
         yield _counters("build_requests", says, "fit", stats.build_fits, _VLLM_TIERS)
+        says = "Tokens of the system prompt and the model that this build is for, and those of requests."
+        sides = GaugeMetricFamily(f"{_VLLM_TIERS}build_prefix_tokens", says, labels=("of", "model"))
+        for name, side in stats.build_sides.items():
+            sides.add_metric((name, side.model), side.prefix_tokens)
+        yield sides
 
 
 def _stream(stream: StreamStats) -> Iterator[Metric]:

@@ -21,7 +21,6 @@ from ragorder.adapters.embedded.protocol import (
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.request_facts import EXACT, FACTS, PREFIX, QUESTION, RequestFacts, checked_salt, read_facts
 from ragorder.kernels.engine import Fusion, Request, Sampling
-from ragorder.kernels.fusion.selection import selections
 from ragorder.tokens import PLACEHOLDER
 
 B = TypeVar("B", bound=CommonRequest)
@@ -157,12 +156,13 @@ class RequestTranslator:
         if self._fusion is None:
             message = f"{given[0]}: this engine reuses exact prefixes only: start it with --reuse fused."
             raise HTTPError(400, message, code=f"invalid_{given[0]}", param=given[0])
-        try:
-            select = self._fusion.select if body.select is None else selections.check(body.select)
-        except ValueError as error:
-            raise HTTPError(400, f"select: {error}.", code="invalid_select", param="select") from None
         recompute = self._fusion.recompute if body.recompute is None else body.recompute
-        return Fusion(recompute, select, body.select_rounds or self._fusion.rounds)
+        select, rounds = body.select or self._fusion.select, body.select_rounds or self._fusion.rounds
+        try:
+            return Fusion(recompute, select, rounds=rounds)
+        except ValueError as error:
+            # The others are numbers that the schema has checked.
+            raise HTTPError(400, f"select: {error}.", code="invalid_select", param="select") from None
 
     def _prefix_tokens(self, body: CommonRequest, token_ids: Sequence[int]) -> int:
         given = body.kv_transfer_params[FACTS].get(PREFIX)

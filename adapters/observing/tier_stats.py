@@ -88,7 +88,8 @@ class TierStats:
 
     `device_order`: the device evicts in the policy's order (None: not configured). `profile`: prefill times are
     measured (None: not awaited). `build`: fused requests that used the build in the disk tier's folder (`used`), or not
-    (`other_model`, `other_prefix`, `other_documents`); empty without a build.
+    (`other_model`, `other_prefix`, `other_documents`). `build_sides`: model and tokens of the system prompt that the
+    "build" is for, and those of "requests" that did not use it. Both are empty without a build.
     """
 
     tiers: tuple[TierFigures, ...]
@@ -101,6 +102,7 @@ class TierStats:
     device_order: bool | None = None
     profile: bool | None = None
     build: Mapping[str, int] = field(default_factory=dict)
+    build_sides: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         tiers = [asdict(tier) | {"used_share": round(tier.used_share, 4)} for tier in self.tiers]
@@ -108,9 +110,17 @@ class TierStats:
 
     @property
     def misfits(self) -> str:
-        """Why requests do not use the build, with counts, or ""."""
+        """Why requests do not use the build, with counts and both sides, or ""."""
         words = {fit: count for fit, count in self.build.items() if count and fit in _MISFITS}
-        return ", ".join(f"{count:,} have {_MISFITS[fit]}" for fit, count in words.items())
+        return ", ".join(f"{count:,} have {_MISFITS[fit]}{self._sides_of(fit)}" for fit, count in words.items())
+
+    def _sides_of(self, fit: str) -> str:
+        if fit == "other_documents" or not {"build", "requests"} <= self.build_sides.keys():
+            return ""
+        (built_model, built), (model, asked) = self.build_sides["build"], self.build_sides["requests"]
+        if fit == "other_model":
+            return f" (built for {built_model}, asked for {model})"
+        return f" (built for one of {built:,} tokens, asked for one of {asked:,})"
 
     @classmethod
     def of(cls, families: Iterable[Metric]) -> TierStats:
@@ -121,6 +131,7 @@ class TierStats:
         values: defaultdict[tuple[str, str], float] = defaultdict(float)
         refused: defaultdict[str, dict[str, int]] = defaultdict(dict)
         build: Counter[str] = Counter()
+        sides: dict[str, tuple[str, int]] = {}
         for family in families:
             for sample in family.samples:
                 name, tier = sample.name.removeprefix(_OURS), sample.labels.get("tier", "")
@@ -129,6 +140,8 @@ class TierStats:
                     refused[tier][reason] = refused[tier].get(reason, 0) + round(sample.value)
                 elif name == "build_requests_total":
                     build[sample.labels.get("fit", "")] += round(sample.value)
+                elif name == "build_prefix_tokens":
+                    sides[sample.labels.get("of", "")] = sample.labels.get("model", ""), round(sample.value)
                 elif name == "oldest_chunk_seconds":
                     values[name, tier] = max(values[name, tier], sample.value)
                 elif sample.name.startswith(_OURS):
@@ -165,6 +178,7 @@ class TierStats:
             device_order=bool(figure("device_order")) if ("device_order", "") in values else None,
             profile=bool(figure("profile")) if ("profile", "") in values else None,
             build=build,
+            build_sides=sides,
         )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from ragorder.benchmarks.common.vectors import nearest_documents
+from ragorder.benchmarks.fusion.selections import DocumentHeads, RandomTokens
 from ragorder.document import Document
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.machine import load_average
@@ -81,8 +82,8 @@ WAYS: Mapping[str, Way] = {
     "FusionRAG": Way(Fusion(), more=(0.0,), preprocessed=True),
     "FusionRAG, two rounds": Way(Fusion(rounds=2), preprocessed=True),
     "CacheBlend": Way(Fusion(select="deviation")),
-    "EPIC": Way(Fusion(select="head")),
-    "random": Way(Fusion(select="random")),
+    "EPIC": Way(Fusion(select=DocumentHeads())),
+    "random": Way(Fusion(select=RandomTokens())),
     "two rounds": Way(Fusion(rounds=2)),
 }
 

@@ -80,7 +80,7 @@ _DATA = {"type": click.Path(exists=True, path_type=Path), "metavar": "FOLDER"}
     option(
         "--select",
         metavar="NAME,...",
-        help="Which tokens --fusion recomputes: query, deviation, head, random.",
+        help="Which tokens --fusion recomputes: query, deviation.",
         unset="query",
     ),
 )

@@ -128,7 +128,7 @@ class TieredEngine:
         other_model = "identity" in (self._cache.stats().disk.refused or {})
         build = BuildFit.of(folder, model=self.model_name, other_model=other_model)
         if build is not None:
-            self._counters.build_fits = build.counts
+            self._counters.build_fits, self._counters.build_sides = build.counts, build.sides
         return build
 
     def _rotation(self, model: PatchedModel) -> Rotation:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -174,10 +173,6 @@ class ScoringInput:
     asked: Question | None = None
     places: Places | None = None
 
-    @property
-    def seed(self) -> int:
-        return crc32(np.asarray(self.token_ids, dtype=np.int64).tobytes())
-
     def held(self, device: torch.device | str) -> Tensor:
         held = torch.zeros(self.question[0], dtype=torch.bool)
         for start, end in ((0, self.exact_tokens), *self.spans):
@@ -207,7 +202,7 @@ class Scorer:
     def measuring(self, needs: Needs, inputs: ScoringInput, most_tokens: int) -> Generator[int, None, Measurements]:
         """Run `measure` in steps; yield the next forward's tokens, at most `most_tokens`."""
         reused = torch.cat([torch.arange(start, end) for start, end in inputs.spans or [(0, 0)]]).to(self._device)
-        measurements = Measurements(reused, inputs.spans, seed=inputs.seed)
+        measurements = Measurements(reused, inputs.spans)
         if not len(reused) or needs == "nothing":
             return measurements
         if needs == "question":

@@ -132,7 +132,8 @@ class TokenSelecting:
         except Exception as error:
             if fault_of(error) != "other":
                 raise
-            name = self._fusion.select
+            select = self._fusion.select
+            name = select if isinstance(select, str) else type(select).__name__
             _logger.error("selection %s failed (%s): computing the request in full", name, type(error).__name__)
             self.pending, self.in_full = 0, True
 

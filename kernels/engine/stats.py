@@ -12,6 +12,7 @@ from ragorder.kernels.cache import CacheStats, TierTokens
 from ragorder.kernels.engine.request import Completion
 from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.offload.stream import StreamStats
+from ragorder.kernels.preprocessing.fit import BuildSide
 
 TBT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 
@@ -20,7 +21,8 @@ TBT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 
 class EngineCounters:
     """Prompt, cached, fused and recomputed tokens are of requests with a first token. `tbt_counts`: times between
     tokens by bucket, the last above `TBT_BOUNDS_S`. Warm-ups kept `questions_kept`, fused requests used
-    `questions_used`. `build_fits`: fused requests by `BUILD_FITS`, empty without a build in the disk tier's folder."""
+    `questions_used`. `build_fits`: fused requests by `BUILD_FITS`; `build_sides`: what they and the build are for. Both
+    are empty without a build in the disk tier's folder."""
 
     finished: Counter[str] = field(default_factory=Counter)
     refused: int = 0
@@ -40,6 +42,7 @@ class EngineCounters:
     questions_kept: int = 0
     questions_used: int = 0
     build_fits: Counter[str] = field(default_factory=Counter)
+    build_sides: dict[str, BuildSide] = field(default_factory=dict)
 
     def first_token(self, sequence: Sequence) -> None:
         self.prompt_tokens += sequence.prompt_tokens

@@ -12,7 +12,7 @@ from ragorder.kernels.cache import Segment, segments_of
 from ragorder.kernels.engine.request import Request, RequestRefusedError
 from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.engine_settings import EngineSettings
-from ragorder.kernels.fusion.selection import Fusion, selections
+from ragorder.kernels.fusion.selection import Fusion
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,6 @@ class RequestValidator:
             return None
         if self.settings.fusion is None:
             raise RequestRefusedError("fusion needs an engine with reuse='fused': this one only reuses exact prefixes")
-        try:
-            selections.check(fusion.select)
-        except ValueError as error:
-            raise RequestRefusedError(str(error)) from None
         return fusion
 
     def _checked_deadline(self, deadline_s: float | None) -> float:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from random import Random
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from ragorder.trie.registry import Registry
@@ -25,7 +24,6 @@ class Measurements:
     reused: Tensor
     spans: Sequence[tuple[int, int]]
     scores: Tensor | None = None
-    seed: int = 0
 
 
 class Selection(Protocol):
@@ -59,18 +57,6 @@ class KVDeviation:
         return top(measurements, measurements.scores, budget)
 
 
-@selections.register("head", "the first tokens of each document, the same number of each (EPIC)")
-class DocumentHeads:
-    """Unused shares of short documents go to the others."""
-
-    needs: Needs = "nothing"
-
-    def choose(self, measurements: Measurements, budget: int) -> Tensor:
-        begins = measurements.reused.new_tensor([begin for begin, _ in measurements.spans])
-        documents = (measurements.reused[:, None] >= begins).sum(1) - 1
-        return top(measurements, (begins[documents] - measurements.reused).float(), budget)
-
-
 @selections.register("query", "tokens that the question attends to most in the last layer (FusionRAG)")
 class QueryGuided:
     needs: Needs = "question"
@@ -79,36 +65,27 @@ class QueryGuided:
         return top(measurements, measurements.scores, budget)
 
 
-@selections.register("random", "random tokens, always the same for one prompt")
-class RandomTokens:
-    """A larger budget adds to the tokens of a smaller one."""
-
-    needs: Needs = "nothing"
-
-    def choose(self, measurements: Measurements, budget: int) -> Tensor:
-        places = list(range(len(measurements.reused)))
-        Random(measurements.seed).shuffle(places)
-        return measurements.reused[measurements.reused.new_tensor(sorted(places[: max(0, budget)]))]
-
-
 SELECTIONS = tuple(selections.names)
 
 
-def make_selection(name: str) -> Selection:
-    return selections[selections.check(name)]()
+def make_selection(select: str | Selection) -> Selection:
+    """Raises ValueError for an unknown name."""
+    return selections[selections.check(select)]() if isinstance(select, str) else select
 
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
     """Reuse of documents after the cached prefix. `select` chooses the share of tokens to `recompute` (0: full reuse,
-    1: full attention); in further `rounds` their attention chooses more."""
+    1: full attention), by one of `SELECTIONS` or your own; in further `rounds` their attention chooses more. Raises
+    ValueError."""
 
     recompute: float = 0.15
-    select: str = "query"
-    rounds: int = 1
+    select: str | Selection = "query"
+    rounds: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         if not 0 <= self.recompute <= 1:
             raise ValueError(f"recompute is {self.recompute}: give a share of the reused tokens, from 0 to 1")
-        if self.rounds < 1:
-            raise ValueError(f"rounds is {self.rounds}: give 1 or more")
+        if type(self.rounds) is not int or self.rounds < 1:
+            raise ValueError(f"rounds is {self.rounds}: give a whole number, 1 or more")
+        make_selection(self.select)

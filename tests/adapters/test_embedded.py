@@ -464,15 +464,18 @@ class TestDocuments:
         builder = PromptBuilder(SYSTEM["content"], tokenizer=deepcopy(worker.engine.tokenizer))
         assert stream.usage.cached_tokens == builder.prefix_tokens
 
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     async def test_stats_and_doctor_show_why_requests_do_not_use_a_build(
-        self, load: Load, model: Path, tmp_path: Path
+        self, load: Load, model: Path, tmp_path: Path, dtype: str
     ) -> None:
-        settings = EngineSettings(device_tokens=2048, dtype="float32", device="cpu", verify=False, profile=None)
+        settings = EngineSettings(device_tokens=2048, dtype=dtype, device="cpu", verify=False, profile=None)
         prefix, documents = list(range(5, 15)), [list(range(start, start + 20)) for start in (20, 60)]
         with FusionBuilder.load(
             model, tmp_path / "kv", prefix, GivenNeighbours({"0": ["1"]}), engine=settings
         ) as builder:
-            builder.plan([SourceDocument(str(n), "", each) for n, each in enumerate(documents)])
+            builder.plan(
+                [SourceDocument(str(n), "", each) for n, each in enumerate(documents)], {"recipe": {"model": "org/m"}}
+            )
             list(builder.build())
         worker = load(reuse="fused", disk_path=tmp_path / "kv")
         prompt = [9, *prefix, *documents[0], *documents[1], 4]
@@ -483,7 +486,11 @@ class TestDocuments:
                 await complete(client, prompt, max_tokens=1, **said)
             shown = await asyncio.to_thread(run_command, main, "stats", url)
             examined = await asyncio.to_thread(run_command, main, "doctor", url, "--json")
-        words = "1 have another system prompt or cache_salt"
+        words = {
+            "float32": "1 have another system prompt or cache_salt (built for one of 10 tokens, asked for one of 11)",
+            "bfloat16": "1 have another model, or the same one set up differently "
+            f"(built for org/m, asked for {worker.engine.model_name})",
+        }[dtype]
         assert f"of 1 requests that could use the build, {words}" in " ".join(shown.stdout.split())
         [finding] = [each for each in json.loads(examined.stdout)["findings"] if each["check"] == "build"]
         assert (finding["verdict"], finding["found"]) == ("bad", f"of 1 requests that could use it, {words}")
@@ -667,16 +674,16 @@ class TestFusion:
         refused: dict[str, list[Any]] = {
             "recompute": [1.5, -0.1, "much"],
             "reuse": ["both"],
-            "select": ["qurey", "x" * 65],
+            "select": ["qurey", "random", "x" * 65],
             "select_rounds": [0, 1 << 40],
         }
         bodies = [(name, {name: value}) for name, values in refused.items() for value in values]
-        bodies += [(name, {"reuse": "exact", name: value}) for name, value in (("recompute", 0.1), ("select", "head"))]
+        bodies += [(name, {"reuse": "exact", name: value}) for name, value in (("recompute", 0.1), ("select", "query"))]
         async with reaching(make_engine_app(fusing)) as fused:
             for name, fields in bodies:
                 assert (await refusal(fused, COMPLETIONS, {"prompt": "a", **fields}))["param"] == name
         await complete(client, reuse="exact")
-        for option in ({"reuse": "fused"}, {"recompute": 0.1}, {"select": "head"}):
+        for option in ({"reuse": "fused"}, {"recompute": 0.1}, {"select": "deviation"}):
             error = await refusal(client, COMPLETIONS, {"prompt": "a", **option})
             assert "start it with --reuse fused" in error["message"] and error["param"] in option
 

@@ -81,12 +81,13 @@ class TestTheSimulatedEngine:
         from support.fused_reference import prompt_of
         from support.small_engine import small_model, tokens
 
-        from ragorder.kernels.engine import EngineSettings, TieredEngine
+        from ragorder.benchmarks.fusion.selections import DocumentHeads
+        from ragorder.kernels.engine import EngineSettings, Fusion, TieredEngine
 
         texts = [tokens(length, 10 + length) for length in TOKENS]
         system, random = tokens(16, 1), Random(1)
-        settings = EngineSettings(reuse="fused", select="head", recompute=0.5, device_tokens=16_384, verify=False)
-        sim, exact, reused = engine(), 0, 0
+        settings = EngineSettings(reuse="fused", device_tokens=16_384, verify=False)
+        sim, exact, reused, fusion = engine(), 0, 0, Fusion(0.5, DocumentHeads())
         with TieredEngine(small_model(), None, settings) as real:
             for number in range(40):
                 documents = random.sample(range(8), 4)
@@ -94,7 +95,7 @@ class TestTheSimulatedEngine:
                 found = sim.serve(documents, invested, 7)
                 before = real.stats().computed_tokens
                 request = prompt_of(system, [texts[each] for each in documents], tokens(7, 100 + number))
-                [done] = real.generate([replace(request, exact_documents=invested)])
+                [done] = real.generate([replace(request, exact_documents=invested, fusion=fusion)])
                 assert done.cached.total == found.exact + (len(system) if number else 0)
                 assert done.fused.total == found.fused
                 # Shares of single documents are rounded, and the first request computes the system prompt.

@@ -17,6 +17,7 @@ from support.small_engine import BLOCK, Make, ask, block_bytes, difference, exac
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from ragorder.benchmarks.fusion.selections import RandomTokens
 from ragorder.kernels.engine import Completion, DeviceLostError, Fusion, Request, TieredEngine
 from ragorder.kernels.engine.request import fault_of
 
@@ -393,7 +394,7 @@ def test_every_request_is_answered_as_by_a_cold_engine_or_says_why_not(
         cold.clear_cache()
         expected += [completion.token_ids for completion in cold.generate([request])]
     engine = make(**small_tiers(model, tmp_path, 24), max_batch_tokens=90, max_requests=4, reuse=reuse)
-    approximate = [Fusion(0.3, "random"), Fusion(0.4, "query", rounds=2)]
+    approximate = [Fusion(0.3, RandomTokens()), Fusion(0.4, "query", rounds=2)]
     fusions = ["exact", Fusion(1), *approximate] if reuse == "fused" else [None]
     broken = faults(engine)
     asked: dict[int, tuple[int, float, float, bool]] = {}

@@ -21,6 +21,7 @@ pytest.importorskip("transformers")
 
 from support.fused_reference import Taken, fused_logits, prompt_of
 
+from ragorder.benchmarks.fusion.selections import DocumentHeads, RandomTokens
 from ragorder.kernels.cache import KVLease, content_of
 from ragorder.kernels.engine import (
     Completion,
@@ -30,12 +31,13 @@ from ragorder.kernels.engine import (
     TieredEngine,
     UnsupportedModelError,
 )
-from ragorder.kernels.fusion.selection import Measurements, make_selection
+from ragorder.kernels.fusion.selection import Measurements, Needs
 
 SYSTEM = tokens(21, 100)
 A, B, C, D = (tokens(length, seed) for length, seed in ((37, 1), (16, 2), (30, 3), (23, 4)))
 QUESTION = tokens(9, 5)
 NONE, ALL = Fusion(0), Fusion(1)
+HEADS, RANDOM = DocumentHeads(), RandomTokens()
 NAN = float("nan")
 LARGEST = 10
 
@@ -89,7 +91,7 @@ class Chooses:
     """A selection that returns or raises this."""
 
     found: Any
-    needs: str = "nothing"
+    needs: Needs = "nothing"
 
     def choose(self, *_: Any) -> Any:
         if isinstance(self.found, Exception):
@@ -132,15 +134,15 @@ class TestRecomputation:
     def test_of_everything_is_full_attention(self, fusing: Make, plain: Any, max_batch_tokens: int) -> None:
         engine = fusing(max_batch_tokens=max_batch_tokens)
         warm(engine, [A], [B])
-        for fusion in (ALL, Fusion(1.0, "random"), Fusion(1.0, "query", rounds=2)):
+        for fusion in (ALL, Fusion(1.0, RANDOM), Fusion(1.0, "query", rounds=2)):
             request = prompt_of(SYSTEM, [tokens(20, 9), B, A], QUESTION, fusion=fusion, max_tokens=3)
             exactly(engine, plain, request)
 
     @pytest.mark.parametrize(
-        ("max_batch_tokens", "select"), [(1, "head"), (7, "query"), (64, "random"), (512, "deviation")]
+        ("max_batch_tokens", "select"), [(1, HEADS), (7, "query"), (64, RANDOM), (512, "deviation")]
     )
     def test_of_some_is_that_of_rows_between_stale_ones(
-        self, fusing: Make, plain: Any, chosen: list[list[int]], max_batch_tokens: int, select: str
+        self, fusing: Make, plain: Any, chosen: list[list[int]], max_batch_tokens: int, select: Any
     ) -> None:
         engine = fusing(max_batch_tokens=max_batch_tokens)
         warm(engine, [A], [B], [C])
@@ -149,10 +151,10 @@ class TestRecomputation:
         assert len(chosen[-1]) == completion.recomputed == round(0.3 * (len(A) + len(B)))
 
     def test_is_the_share_that_was_asked_for_and_counted_by_itself(self, fusing: Make) -> None:
-        engine = fusing(recompute=0.5, select="head")
+        engine = fusing(recompute=0.5)
         warm(engine, [A], [B])
         prompt_tokens, shares = engine.stats().prompt_tokens, (round(0.5 * len(A)), 0, 4)
-        for fusion, recomputed in zip((None, Fusion(0.0), Fusion(0.1, "random")), shares, strict=True):
+        for fusion, recomputed in zip((None, Fusion(0.0), Fusion(0.1, RANDOM)), shares, strict=True):
             [completion] = engine.generate([prompt_of(SYSTEM, [B, A], QUESTION, fusion=fusion)])
             assert (completion.fused, completion.recomputed) == ((len(A), 0, 0), recomputed)
         stats = engine.stats()
@@ -170,29 +172,25 @@ class TestRecomputation:
         self,
         fusing: Make,
         plain: Any,
-        monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
-        needs: str,
+        needs: Needs,
         documents: list[list[int]],
     ) -> None:
-        fails = Chooses(ValueError("Zanzibar"), needs)
-        monkeypatch.setattr("ragorder.kernels.engine.selecting.make_selection", lambda _: fails)
         engine = fusing(block_size=16)
         warm(engine, *([document] for document in documents))
-        request = prompt_of(SYSTEM, documents, QUESTION)
+        fusion = Fusion(select=Chooses(ValueError("Zanzibar"), needs))
+        request = prompt_of(SYSTEM, documents, QUESTION, fusion=fusion)
         assert documents == [B, A] or len(request.token_ids) % 16 > len(documents[-1])
         exactly(engine, plain, request)
-        assert "selection query failed (ValueError)" in caplog.text
+        assert "selection Chooses failed (ValueError)" in caplog.text
         assert "Zanzibar" not in caplog.text
 
-    def test_does_not_reach_what_a_selection_may_not(
-        self, fusing: Make, plain: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_does_not_reach_what_a_selection_may_not(self, fusing: Make, plain: Any) -> None:
         """Rows of the exact prefix are shared."""
-        monkeypatch.setattr("ragorder.kernels.engine.selecting.make_selection", lambda _: Chooses(torch.arange(0, 60)))
         engine = fusing()
         warm(engine, [A], [B])
-        [completion] = engine.generate([prompt_of(SYSTEM, [B, A], QUESTION)])
+        fusion = Fusion(select=Chooses(torch.arange(0, 60)))
+        [completion] = engine.generate([prompt_of(SYSTEM, [B, A], QUESTION, fusion=fusion)])
         assert completion.recomputed == 60 - len(SYSTEM) - len(B)
         [found] = exactly(engine, plain, prompt_of(SYSTEM, [B], QUESTION, fusion="exact"))
         assert found.cached.total == len(SYSTEM) + len(B)
@@ -318,7 +316,7 @@ class TestTheTree:
         engine = fusing(max_batch_tokens=max_batch_tokens, max_requests=max_requests)
         warm(engine, [A], [B])
         computed = engine.stats().computed_tokens
-        request = prompt_of(SYSTEM, [B, A, C, D], QUESTION, fusion=Fusion(0.25, "head"), max_tokens=3)
+        request = prompt_of(SYSTEM, [B, A, C, D], QUESTION, fusion=Fusion(0.25, HEADS), max_tokens=3)
         [completion] = engine.generate([request])
         assert completion.finish_reason == "length"
         # These two were not there before: they count as computed.
@@ -454,7 +452,7 @@ class TestSharing:
 
     def test_lets_as_many_requests_run_at_once_as_a_common_prefix(self, make: Make) -> None:
         _, exact, _ = self.crowd(make, 4096, "exact", shuffled=False)
-        engine, fused, completions = self.crowd(make, 4096, Fusion(0.05, "head"))
+        engine, fused, completions = self.crowd(make, 4096, Fusion(0.05, HEADS))
         assert fused == exact == 24
         assert all(completion.fused.total == 9 * 96 for completion in completions)
         assert engine.stats().preemptions == 0
@@ -464,7 +462,7 @@ class TestSharing:
         shared = 16 + 10 * 96
         own = round(recompute * 9 * 96) + 16 + 16
         pool = shared + 5 * -(-own // BLOCK) * BLOCK
-        _, most, _ = self.crowd(make, pool, Fusion(recompute, "head"), requests=8)
+        _, most, _ = self.crowd(make, pool, Fusion(recompute, HEADS), requests=8)
         assert most >= 5
 
     @pytest.mark.parametrize("block_size", [1, 16, 48])
@@ -478,10 +476,10 @@ class TestSharing:
             for _ in range(random.randint(2, 6)):
                 chosen = [documents[place] for place in random.choices(range(6), k=random.randint(2, 5))]
                 question = tokens(random.randint(1, 20), random.randint(0, 999))
-                fusion = Fusion(random.choice([0.0, 0.1, 0.5]), "head")
+                fusion = Fusion(random.choice([0.0, 0.1, 0.5]), HEADS)
                 request = prompt_of(SYSTEM, chosen, question, fusion=fusion, max_tokens=random.randint(1, 4))
                 taken = taken_of(chosen, None, *([] for _ in chosen[1:]))
-                heads = make_selection("head").choose(measured(taken), round(fusion.recompute * reused_tokens(taken)))
+                heads = HEADS.choose(measured(taken), round(fusion.recompute * reused_tokens(taken)))
                 requests.append(request)
                 expected.append((taken, heads.tolist()))
             for completion, request, (taken, heads) in zip(engine.generate(requests), requests, expected, strict=True):
@@ -525,7 +523,7 @@ class TestWithOthers:
     ) -> None:
         engine = fusing(max_batch_tokens=48)
         warm(engine, [A], [B])
-        fused = prompt_of(SYSTEM, [tokens(18, 90), B, A], QUESTION, fusion=Fusion(0.25, "random"), max_tokens=5)
+        fused = prompt_of(SYSTEM, [tokens(18, 90), B, A], QUESTION, fusion=Fusion(0.25, RANDOM), max_tokens=5)
         exact = [
             prompt_of(SYSTEM, [A, B], tokens(6, 91), fusion="exact", max_tokens=8),
             prompt_of(SYSTEM, [B, C, A], tokens(8, 92), fusion="exact", max_tokens=3),
@@ -559,7 +557,7 @@ class TestWithOthers:
         engine = fusing(**tiers, max_batch_tokens=100, max_requests=3)
         random = Random(3)
         documents = [tokens(random.randint(10, 50), seed) for seed in range(8)]
-        fusions: list[Any] = ["exact", "exact", Fusion(0.3, "random"), Fusion(0.15, "query"), NONE, ALL]
+        fusions: list[Any] = ["exact", "exact", Fusion(0.3, RANDOM), Fusion(0.15, "query"), NONE, ALL]
         fusions += [Fusion(0.2, "deviation"), Fusion(0.4, "query", rounds=2)]
         seen: Counter[str] = Counter()
         for _ in range(length(60, 8)):
@@ -596,7 +594,7 @@ class TestWithOthers:
         warm(engine, [B], [D])
         requests = [
             prompt_of(SYSTEM, [B], tokens(5, 1), fusion="exact", max_tokens=70),
-            prompt_of(SYSTEM, [D, B], tokens(5, 2), fusion=Fusion(0.3, "head"), max_tokens=60),
+            prompt_of(SYSTEM, [D, B], tokens(5, 2), fusion=Fusion(0.3, HEADS), max_tokens=60),
         ]
         first, second = engine.generate(requests)
         assert engine.stats().preemptions > 0
@@ -607,7 +605,7 @@ class TestWithOthers:
     @pytest.mark.parametrize(
         ("fusion", "documents", "steps"),
         [
-            *((Fusion(0.5, "random"), [B, A, C, D], steps) for steps in (0, 1, 4, 7, 9)),
+            *((Fusion(0.5, RANDOM), [B, A, C, D], steps) for steps in (0, 1, 4, 7, 9)),
             *((Fusion(0.5, "query", rounds=2), [B, A], steps) for steps in (1, 3, 5)),
         ],
         ids=lambda value: None if isinstance(value, list) else str(value),
@@ -698,16 +696,14 @@ class TestRefusals:
         ("call", "said"),
         [
             *((lambda _, share=share: Fusion(share), "recompute is .*: give a share of") for share in (-0.1, 1.1, NAN)),
-            (lambda _: Fusion(rounds=0), "rounds is 0: give 1 or more"),
+            (lambda _: Fusion(rounds=0), "rounds is 0: give a whole number, 1 or more"),
+            (lambda _: Fusion(rounds=True), "rounds is True: give a whole number"),
+            (lambda _: Fusion(select="best"), "selection must be one of 'deviation', 'query', got 'best'"),
             (lambda make: make(recompute=1.5), "recompute"),
             (lambda make: make(select="best"), "select"),
             (lambda make: make(reuse="both"), "reuse"),
             (lambda make: make(select_rounds=0), "select_rounds"),
             (lambda make: make().add(prompt_of(SYSTEM, [A], QUESTION, fusion=Fusion())), "reuse='fused'"),
-            (
-                lambda make: make(reuse="fused").add(prompt_of(SYSTEM, [A], QUESTION, fusion=Fusion(select="best"))),
-                "selection must be one of",
-            ),
         ],
     )
     def test_say_what_is_wrong(self, make: Make, call: Callable[[Make], object], said: str) -> None:

@@ -19,6 +19,8 @@ pytest.importorskip("transformers")
 from support.fused_reference import prompt_of
 
 from ragorder import Document, Orderer, Settings
+from ragorder.benchmarks.fusion.selections import DocumentHeads
+from ragorder.kernels.engine import Fusion
 
 CORPORA = Path(__file__).parents[2].parent / "shared" / "data"
 SYSTEM = tokens(21, 100)
@@ -93,12 +95,12 @@ def rankings(corpus: str) -> list[list[int]]:
 def test_is_of_every_document_that_an_earlier_request_had(make: Make, corpus: str) -> None:
     """Wherever it stands. In `make test-all` all requests of the corpus: 85 % of the tokens and more, from the 101st
     request on. Documents of 3 to 6 tokens stand for the corpus' own."""
-    engine = make(reuse="fused", recompute=0.15, select="head", device_tokens=65_536)
-    seen: set[int] = set()
+    engine = make(reuse="fused", device_tokens=65_536)
+    fusion, seen = Fusion(0.15, DocumentHeads()), set[int]()
     shares = []
     for number, ranking in enumerate(rankings(corpus)[: length(3000, 15)]):
         documents = [document(chunk) for chunk in ranking]
-        [completion] = engine.generate([prompt_of(SYSTEM, documents, tokens(2, number))])
+        [completion] = engine.generate([prompt_of(SYSTEM, documents, tokens(2, number), fusion=fusion)])
         reused = completion.cached.total - len(SYSTEM) * bool(number) + completion.fused.total
         assert reused == sum(len(document(chunk)) for chunk in ranking if chunk in seen)
         seen.update(ranking)

@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from ragorder.kernels.fusion.selection import SELECTIONS, Measurements, make_selection
+from ragorder.benchmarks.fusion.selections import DocumentHeads, RandomTokens
+from ragorder.kernels.fusion.selection import SELECTIONS, Measurements, Selection, make_selection
+
+HEADS, RANDOM = DocumentHeads(), RandomTokens()
 
 MEASURED = {"query": "question", "deviation": "two layers"}
-"""What the selections by scores need."""
+"""What they need."""
 
 
-def facts(
-    *lengths: int, start: int = 20, gap: int = 0, seed: int = 0, scores: list[float] | None = None
-) -> Measurements:
+def facts(*lengths: int, start: int = 20, gap: int = 0, scores: list[float] | None = None) -> Measurements:
     """Documents of these lengths after a system prompt, with `gap` tokens between them that are not reused."""
     spans = []
     for length in lengths:
@@ -27,11 +28,11 @@ def facts(
         start += length + gap
     reused = [position for begin, end in spans for position in range(begin, end)]
     measured = torch.zeros(len(reused)) if scores is None else torch.tensor(scores, dtype=torch.float32)
-    return Measurements(torch.tensor(reused, dtype=torch.int64), spans, measured, seed)
+    return Measurements(torch.tensor(reused, dtype=torch.int64), spans, measured)
 
 
-def chosen(name: str, prompt: Measurements, budget: int) -> list[int]:
-    found = make_selection(name).choose(prompt, budget)
+def chosen(select: str | Selection, prompt: Measurements, budget: int) -> list[int]:
+    found = make_selection(select).choose(prompt, budget)
     assert found.dtype == torch.int64
     return found.tolist()
 
@@ -42,41 +43,36 @@ def prompts(draw: st.DrawFn) -> Measurements:
     count = sum(lengths)
     score = st.floats(width=32) | st.sampled_from([0.0, 1.0, math.nan, math.inf, -math.inf])
     scores = draw(st.lists(score, min_size=count, max_size=count))
-    start, gap, seed = draw(st.integers(0, 40)), draw(st.integers(0, 5)), draw(st.integers(0, 2**64))
-    return facts(*lengths, start=start, gap=gap, seed=seed, scores=scores)
+    start, gap = draw(st.integers(0, 40)), draw(st.integers(0, 5))
+    return facts(*lengths, start=start, gap=gap, scores=scores)
 
 
-@pytest.mark.parametrize("name", SELECTIONS)
+@pytest.mark.parametrize("select", [*SELECTIONS, HEADS, RANDOM])
 class TestEverySelection:
     @given(prompt=prompts(), budget=st.integers(-3, 70))
     def test_spends_the_budget_on_reused_tokens_in_order_and_always_on_the_same(
-        self, name: str, prompt: Measurements, budget: int
+        self, select: str | Selection, prompt: Measurements, budget: int
     ) -> None:
-        found = chosen(name, prompt, budget)
+        found = chosen(select, prompt, budget)
         assert found == sorted(set(found))
         assert len(found) == min(max(0, budget), len(prompt.reused))
         assert set(found) <= set(prompt.reused.tolist())
-        assert found == chosen(name, prompt, budget)
+        assert found == chosen(select, prompt, budget)
 
     @given(prompt=prompts(), budget=st.integers(0, 70), more=st.integers(0, 20))
     def test_adds_to_its_tokens_with_a_larger_budget(
-        self, name: str, prompt: Measurements, budget: int, more: int
+        self, select: str | Selection, prompt: Measurements, budget: int, more: int
     ) -> None:
-        assert set(chosen(name, prompt, budget)) <= set(chosen(name, prompt, budget + more))
-
-    def test_says_what_has_to_be_measured(self, name: str) -> None:
-        needs = make_selection(name).needs
-        assert needs == MEASURED.get(name, "nothing")
-        unmeasured = Measurements(torch.arange(20, 30), [(20, 30)])
-        if needs == "nothing":
-            make_selection(name).choose(unmeasured, 3)
-        else:
-            with pytest.raises(ValueError, match="measure what the selection needs"):
-                make_selection(name).choose(unmeasured, 3)
+        assert set(chosen(select, prompt, budget)) <= set(chosen(select, prompt, budget + more))
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("name", SELECTIONS)
 class TestSelectionsByAMeasurement:
+    def test_say_which(self, name: str) -> None:
+        assert make_selection(name).needs == MEASURED[name]
+        with pytest.raises(ValueError, match="measure what the selection needs"):
+            make_selection(name).choose(Measurements(torch.arange(20, 30), [(20, 30)]), 3)
+
     @pytest.mark.parametrize(
         ("lengths", "scores", "expected"),
         [
@@ -97,22 +93,23 @@ class TestSelectionsByAMeasurement:
             make_selection(name).choose(facts(4, scores=[0.5] * 3), 2)
 
 
-class TestHead:
+class TestHeads:
     def test_each_document_gives_as_many_of_its_first_tokens(self) -> None:
-        assert chosen("head", facts(5, 5, 5), 6) == [20, 21, 25, 26, 30, 31]
+        assert chosen(HEADS, facts(5, 5, 5), 6) == [20, 21, 25, 26, 30, 31]
         # What is left over goes to the first documents, and what a short one leaves to the others.
-        assert chosen("head", facts(5, 5, 5), 5) == [20, 21, 25, 26, 30]
-        assert chosen("head", facts(1, 5, 5), 7) == [20, 21, 22, 23, 26, 27, 28]
+        assert chosen(HEADS, facts(5, 5, 5), 5) == [20, 21, 25, 26, 30]
+        assert chosen(HEADS, facts(1, 5, 5), 7) == [20, 21, 22, 23, 26, 27, 28]
 
 
 class TestRandom:
-    def test_another_prompt_gives_other_tokens(self) -> None:
-        draws = {tuple(chosen("random", facts(100, seed=seed), 10)) for seed in range(20)}
+    def test_documents_at_other_positions_give_other_tokens(self) -> None:
+        draws = {tuple(each - start for each in chosen(RANDOM, facts(100, start=start), 10)) for start in range(20)}
         assert len(draws) == 20
 
     def test_every_token_is_as_likely(self) -> None:
-        counts = Counter(position for seed in range(4000) for position in chosen("random", facts(5, 5, seed=seed), 3))
-        assert set(counts) == set(range(20, 30))
+        starts = range(4000)
+        counts = Counter(each - start for start in starts for each in chosen(RANDOM, facts(5, 5, start=start), 3))
+        assert set(counts) == set(range(10))
         # 1200 expected, with a standard deviation of 29.
         assert all(abs(count - 1200) < 150 for count in counts.values())
 

@@ -42,17 +42,8 @@ def prompt_of(
     return Request(tokens, ends, options, salt, keep_logits=True, prefix_tokens=len(system), fusion=fusion)
 
 
-def fused_logits(
-    plain: Any,
-    tokens: Sequence[int],
-    taken: Sequence[Taken],
-    anew: Sequence[int],
-    last: Sequence[tuple[int, int]] = (),
-) -> Any:
-    """Of the last token: all positions are computed but those of `taken`, of which those in `anew` are.
-
-    With the spans of all documents in `last` these are computed as though their document came last.
-    """
+def fused_logits(plain: Any, tokens: Sequence[int], taken: Sequence[Taken], recomputed: Sequence[int]) -> Any:
+    """Of the last token: all positions are computed but those of `taken`, of which those `recomputed` are."""
     missing = set(range(len(tokens)))
     layers = _empty_cache(plain, len(tokens))
     for document in taken:
@@ -64,57 +55,18 @@ def fused_logits(
         for (keys, values), layer in zip(layers, cache.layers, strict=True):
             keys[:, :, begin:end] = _turned(plain, layer.keys[:, :, source:], begin - source)
             values[:, :, begin:end] = layer.values[:, :, source:]
-    rows = sorted(missing | set(anew))
+    rows = sorted(missing | set(recomputed))
     hidden = torch.arange(len(tokens))[None] > torch.tensor(rows)[:, None]
     mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[None, None]
-    moved = _Moved(plain, rows, anew, last)
-    before = plain.config._attn_implementation
-    transformers.AttentionInterface.register("as if last", moved.attend)
-    try:
-        if last:
-            plain.set_attn_implementation("as if last")
-        with torch.no_grad():
-            found = plain(
-                input_ids=torch.tensor([[tokens[row] for row in rows]]),
-                position_ids=torch.tensor([rows]),
-                attention_mask=mask,
-                past_key_values=_Scattered(layers, rows),
-                use_cache=True,
-            )
-    finally:
-        plain.set_attn_implementation(before)
+    with torch.no_grad():
+        found = plain(
+            input_ids=torch.tensor([[tokens[row] for row in rows]]),
+            position_ids=torch.tensor([rows]),
+            attention_mask=mask,
+            past_key_values=_Scattered(layers, rows),
+            use_cache=True,
+        )
     return found.logits[0, -1]
-
-
-class _Moved:
-    """Dense attention in which some rows see all documents, at the distances of a prompt with their own at the end."""
-
-    def __init__(self, plain: Any, rows: list[int], anew: Sequence[int], documents: Sequence[tuple[int, int]]) -> None:
-        self._plain = plain
-        self._rows = rows
-        self._anew = set(anew)
-        self._documents = documents
-
-    def attend(self, module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any) -> Any:
-        groups = query.shape[1] // key.shape[1]
-        key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
-        scores = query @ key.transpose(-1, -2) * scaling + mask
-        end_of_all = self._documents[-1][1]
-        for place, row in enumerate(self._rows):
-            if row not in self._anew:
-                continue
-            begin, end = next(span for span in self._documents if span[0] <= row < span[1])
-            scores[:, :, place] = float("-inf")
-            own = query[:, :, place : place + 1]
-            for first, stop, move in (
-                (0, begin, end_of_all - end),
-                (begin, row + 1, 0),
-                (end, end_of_all, end_of_all - begin),
-            ):
-                turned = _turned(self._plain, own, move)
-                found = turned @ key[:, :, first:stop].transpose(-1, -2) * scaling
-                scores[:, :, place : place + 1, first:stop] = found
-        return (scores.softmax(-1) @ value).transpose(1, 2), None
 
 
 class _Scattered(transformers.DynamicCache):  # type: ignore[misc]

@@ -75,6 +75,7 @@ SHAPES = {
     shape.name: shape
     for shape in (
         ModelShape("tiny", "qwen2", 2, 128, 256, 2, 1, 512),
+        ModelShape("narrow", "qwen2", 4, 256, 768, 4, 1, 4_096),
         ModelShape("small", "qwen2", 8, 512, 1_536, 8, 2, 8_192),
         ModelShape("smollm2", "llama", 30, 576, 1_536, 9, 3, 49_152),
         ModelShape("qwen2.5-7b", "qwen2", 28, 3_584, 18_944, 28, 4, 152_064, large=True),
@@ -83,7 +84,8 @@ SHAPES = {
     )
 }
 """By name: the models of RAGCache's Table 1 and of RAGCache++ (appendix A), though Llama 2 takes no prompts of 32,768
-tokens, and SmolLM2-135M; "small" is as wide as prefill must be to dominate on a CPU; "tiny" is for tests."""
+tokens, and SmolLM2-135M; "small" is as wide as prefill must be to dominate on a CPU; "narrow" is for many requests, and
+"tiny" for tests."""
 
 
 def hardware() -> str:
