@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol, Unpack
+
+from ragorder.settings import OrdererOptions, Settings
 
 
 class EngineError(RuntimeError):
@@ -46,6 +48,17 @@ class Cache(Protocol):
     capacity_tokens: int | None
     kept_output_tokens: int
     partial_blocks_first: bool
+
+
+class PartialBlocksLast(Settings):
+    """Settings for an engine that evicts partly filled blocks in order of use."""
+
+    partial_blocks_first: ClassVar[bool] = False
+
+
+def settings_of(cache: Cache, **options: Unpack[OrdererOptions]) -> Settings:
+    given: OrdererOptions = {"capacity_tokens": cache.capacity_tokens, "block_size": cache.block_size}
+    return (Settings if cache.partial_blocks_first else PartialBlocksLast)(**given | options)
 
 
 class Engine(Cache, Protocol):

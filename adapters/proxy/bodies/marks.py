@@ -12,7 +12,7 @@ from msgspec import Raw
 from ragorder.adapters.cloud_orderers import CloudOrderers, ModelOrderer
 from ragorder.adapters.proxy.bodies.body import BOUNDARY, Fields, Route, decode, encode
 from ragorder.clouds.parts import cache_control, cache_options, prompt_cache_breakpoint
-from ragorder.orderer import OrdererLike
+from ragorder.protocols import OrdererLike
 
 Left = Literal["client_marks", "no_marks"]
 """Why documents keep their order for a cache that resumes only at breakpoints: the client has set some, or none

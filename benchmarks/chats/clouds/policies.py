@@ -144,7 +144,7 @@ class EngineOrder(CloudPolicy):
 
 
 class ForCloud(CloudPolicy):
-    """`Orderer.for_cloud`."""
+    """`Orderer.for_rules`."""
 
     def __init__(
         self, rules: CacheRules, builder: PromptBuilder, clock: Callable[[], float], suffix_tokens: int
@@ -185,8 +185,8 @@ POLICIES: Mapping[str, Callable[..., CloudPolicy]] = {
 
 
 def make_orderer(rules: CacheRules, builder: PromptBuilder, clock: Callable[[], float], suffix_tokens: int) -> Orderer:
-    """`Orderer.for_cloud`, for all requests or conversations of a run."""
-    return Orderer.for_cloud(rules=rules, builder=builder, clock=clock, suffix_tokens=suffix_tokens, strict=True)
+    """`Orderer.for_rules`, for all requests or conversations of a run."""
+    return Orderer.for_rules(rules, builder=builder, clock=clock, suffix_tokens=suffix_tokens, strict=True)
 
 
 class CloudChat(ABC):
