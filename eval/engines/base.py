@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, Unpack
 
+from ragorder.errors import RagorderError
 from ragorder.settings import OrdererOptions, Settings
 
 
-class EngineError(RuntimeError):
+class EngineError(RagorderError, RuntimeError):
     """An engine is absent, or unfit for the benchmark. The message says what to change."""
 
 
-class RequestError(RuntimeError):
+class RequestError(RagorderError, RuntimeError):
     """One request failed; the engine goes on. `status` is the HTTP status, if any."""
 
     def __init__(self, message: str, status: int | None = None) -> None:

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, Protocol, Self
 
 from ragorder.document import Document
+from ragorder.errors import RagorderError
 from ragorder.eval.data.names import unknown
 from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.engines.base import Cache, settings_of
@@ -78,7 +79,7 @@ def _parse_guard(name: str, value: str) -> Any:
     return setting
 
 
-class PolicyError(ValueError):
+class PolicyError(RagorderError, ValueError):
     """A policy does not exist or cannot run on this engine."""
 
 
