@@ -149,7 +149,7 @@ def _is_hybrid(cache: CacheConfig, settings: Settings, missing: list[str]) -> bo
     if cache.hybrid is None:
         _logger.info(
             "the server does not publish whether its model is hybrid (Mamba, GDN): if it is, Orderer.for_vllm needs a "
-            "newer vLLM, or use Orderer.for_rules(hybrid_rules(block_size)) from ragorder.adapters.vllm.connect"
+            "newer vLLM, or use Orderer.for_rules with hybrid_rules(block_size) of ragorder.adapters.vllm.connect"
         )
     usual = type(settings).model_fields
     kept = [name for name in _ORDINARY if getattr(settings, name) != usual[name].default]
