@@ -11,10 +11,10 @@ from ragorder.adapters.metrics import PrometheusMetrics
 from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm, PromptRequest, Question, predict_lengths
 from ragorder.common.lru_cache import LRUCache
 from ragorder.document import content_key
-from ragorder.orderer import OrdererLike
 from ragorder.pipelining import CachedLengths, Retrieval, StreamingEngine
 from ragorder.pipelining.batching import BatchEvent, BatchRetrieval, DecoupledServer, RequestTrace, TrieKV
 from ragorder.pipelining.servers import observer_of
+from ragorder.protocols import OrdererLike
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

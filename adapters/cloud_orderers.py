@@ -8,7 +8,8 @@ from threading import Lock
 from typing import NamedTuple
 
 from ragorder.clouds import CacheRules, Prices, Provider, cache_rules
-from ragorder.orderer import Orderer, OrdererLike
+from ragorder.orderer import Orderer
+from ragorder.protocols import OrdererLike
 from ragorder.settings import Settings
 
 # Used if only the model is known. Models of other providers have the same names on self-hosted engines.
@@ -44,7 +45,7 @@ class CloudOrderers:
         self._prices = prices if isinstance(prices, Prices) else Prices.load(prices)
         self._settings = settings
         # Raises errors in the settings at once.
-        Orderer.for_cloud(rules=CacheRules("any"), settings=self._settings)
+        Orderer.for_rules(CacheRules("any"), settings=self._settings)
         self._wrap = wrap
         # By generation and price: clients may name models freely.
         self._orderers: dict[tuple[str, float | None], ModelOrderer] = {}
@@ -59,7 +60,7 @@ class CloudOrderers:
         with self._lock:
             found = self._orderers.get(key)
             if found is None:
-                orderer = Orderer.for_cloud(rules=rules, model=model, prices=self._prices, settings=self._settings)
+                orderer = Orderer.for_rules(rules, model=model, prices=self._prices, settings=self._settings)
                 found = self._orderers[key] = ModelOrderer(self._wrap(orderer), provider, rules)
         return found
 

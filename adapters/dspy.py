@@ -13,7 +13,7 @@ with needs("dspy", "ragorder.adapters.dspy"):
     import dspy  # type: ignore[import-untyped, unused-ignore]
 
 from ragorder.adapters.reorder import Key, Reorder, ScopeOf, Tokens
-from ragorder.orderer import OrdererLike
+from ragorder.protocols import OrdererLike
 
 __all__ = ["CacheOrderRetriever"]
 

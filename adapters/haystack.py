@@ -18,8 +18,9 @@ from ragorder.adapters.reorder import Key, Reorder, Tokens
 from ragorder.adapters.turns import FrameworkTurns, Label, off_loop, plain_message
 from ragorder.adapters.usage import ReportedUsage, read_usage
 from ragorder.conversation import REFERENCE, Repeat
-from ragorder.orderer import Orderer, OrdererLike
+from ragorder.orderer import Orderer
 from ragorder.prompt import PromptBuilder
+from ragorder.protocols import OrdererLike
 from ragorder.settings import Settings
 
 __all__ = ["CacheOrderChatPromptBuilder", "CacheOrderFeedback", "CacheOrderRanker", "ChatTurn"]

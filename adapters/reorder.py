@@ -8,8 +8,9 @@ from operator import index
 from typing import Any, Generic, Self, TypeVar
 
 from ragorder.document import Document
-from ragorder.orderer import Orderer, OrdererLike
+from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
+from ragorder.protocols import OrdererLike
 
 T = TypeVar("T")
 

@@ -15,9 +15,9 @@ from ragorder.adapters.usage import ReportedUsage
 from ragorder.citations import number_label
 from ragorder.conversation import Message, Repeat, message_key, name_in, segments_of
 from ragorder.document import Document
-from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
 from ragorder.prompt import PromptBuilder
+from ragorder.protocols import OrdererLike
 from ragorder.trie.histories import History, Segment
 
 D = TypeVar("D")
@@ -260,11 +260,11 @@ class FrameworkTurns(Generic[M, D]):
 
 
 class _AsRanked:
-    def order(self, documents: Iterable[Document], **_: Any) -> Ordering[Document]:
+    def order(self, documents: Iterable[D], **_: Any) -> Ordering[D]:
         ranked = list(documents)
         return Ordering(ranked, range(len(ranked)))
 
-    def predict_cached_tokens(self, documents: Iterable[Document], **_: Any) -> tuple[int, int]:
+    def predict_cached_tokens(self, documents: Iterable[D], **_: Any) -> tuple[int, int]:
         return 0, 0
 
     def has_lost(self, history: History, **_: Any) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Hashable
 from typing import Generic, Protocol
 
 from ragorder.pipelining.protocols import Q, Q_contra
+from ragorder.pipelining.servers import end_all
 
 _logger = logging.getLogger("ragorder")
 
@@ -74,10 +75,7 @@ class WarmUp(Generic[Q]):
         return warming
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(tuple(self._tasks))
+        await end_all(self._tasks)
 
     async def _prefill(self, question: Q) -> None:
         try:

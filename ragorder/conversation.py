@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from string import Formatter
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from ragorder.common.counts import Estimate
 from ragorder.common.lru_cache import LRUCache
 from ragorder.document import Document
 from ragorder.ordering import Ordering
-from ragorder.scope.request import USUAL, Lengths
-from ragorder.trie.histories import History, Segment
+from ragorder.trie.histories import Segment
 
 if TYPE_CHECKING:
     from ragorder.clouds.turns import TurnParts
@@ -28,24 +27,6 @@ REFERENCE = "[{id}] is above.\n"
 
 # Fields of a message that a chat template can show; others do not change its tokens.
 _SHOWN = ("role", "content", "name", "tool_calls", "tool_call_id", "function_call", "reasoning_content", "reasoning")
-
-
-class OrdersTurns(Protocol):
-    def order(
-        self,
-        documents: Iterable[Document],
-        *,
-        waiting: Sequence[Iterable[Document]] = (),
-        scope: Hashable = None,
-        lengths: Lengths = USUAL,
-        history: History | None = None,
-    ) -> Ordering[Document]: ...
-
-    def predict_cached_tokens(
-        self, documents: Iterable[Document], *, scope: Hashable = None, history: History | None = None
-    ) -> tuple[int, int]: ...
-
-    def has_lost(self, history: History, *, scope: Hashable = None) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +94,8 @@ class Turn:
 
     def openai(self) -> dict[str, Any]:
         """Return arguments for `client.chat.completions.create(model=…, **turn.openai())`."""
+        if self.ordering.cloud is None:
+            return {"messages": list(map(dict, self.messages))}
         return self._parts().openai()
 
     def bedrock(self) -> dict[str, Any]:

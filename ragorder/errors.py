@@ -53,6 +53,23 @@ RagorderError
   LineError                       ragorder.cli.planning.requests
   PlanError                       ragorder.cli.planning.run
   ReentryError                    ragorder.common.lock
+  ArrivalsError                   ragorder.eval.data.arrivals
+  BenchError                      ragorder.eval.running.specs
+  CloudError                      ragorder.eval.engines.cloud
+  DeadlockError                   ragorder.eval.virtual.loop
+  EngineError                     ragorder.eval.engines.base
+  HarnessError                    ragorder.eval.running.options
+  LogError                        ragorder.eval.replay.log
+  PeerError                       ragorder.eval.peers.environment
+  PolicyError                     ragorder.eval.running.policies
+  QualityError                    ragorder.eval.suites.quality.orders
+  ReplayError                     ragorder.eval.replay.sweep
+  RequestError                    ragorder.eval.engines.base
+  ResultsError                    ragorder.eval.running.reading
+  StatisticsError                 ragorder.eval.report.statistics
+  StoreError                      ragorder.eval.running.store
+  SuiteError                      ragorder.eval.running.cells
+  WorkloadError                   ragorder.eval.data.workloads
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The orderer, and its protocol for adapters."""
+"""The orderer."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, TypeVarTuple, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeVar, TypeVarTuple, Unpack
 
 from ragorder.common.degraded import Degradations
 from ragorder.common.lock import DeferringLock, defer, follow
 from ragorder.ordering import Batch, Ordering
 from ragorder.prompt import PromptBuilder
-from ragorder.scope.request import USUAL, Lengths, OrderRequest, RequestReader, read_length
+from ragorder.scope.request import USUAL, Lengths, OrderRequest, RequestReader, read_lengths
 from ragorder.scope.scope import EngineContents, Scope
 from ragorder.scope.scopes import Scopes
 from ragorder.scope.tiers import EngineTiers
-from ragorder.settings import OrdererOptions, Settings
+from ragorder.settings import OrdererOptions, Settings, either
 from ragorder.trie.histories import History
 from ragorder.trie.residency import LearnedLengths, Pool
 
 if TYPE_CHECKING:
     from ragorder.clouds import CacheRules, Prices, Provider
-    from ragorder.scope.cloud_scope import CloudCache, CloudScopes
+    from ragorder.scope.cloud_scope import CloudCache, CloudScopes, RulesOptions
     from ragorder.topic import Topics
     from ragorder.trie.residency.blocks import EngineBlocks
 
@@ -39,63 +39,6 @@ _FUSED_HISTORY = (
     "reuse='fused' does not follow conversations: documents after a history count as recomputed. Give reuse='exact'"
 )
 _logger = logging.getLogger("ragorder")
-
-
-class OrdererLike(Protocol):
-    """Interface of `Orderer` and its wrappers."""
-
-    @property
-    def settings(self) -> Settings: ...
-
-    @property
-    def degraded(self) -> tuple[str, ...]: ...
-
-    def degrade(self, reason: str) -> None: ...
-
-    def order(
-        self,
-        documents: Iterable[D],
-        *,
-        waiting: Sequence[Iterable[D]] = (),
-        scope: Hashable = None,
-        lengths: Lengths = USUAL,
-        history: History | None = None,
-    ) -> Ordering[D]: ...
-
-    def preview(
-        self,
-        documents: Iterable[D],
-        *,
-        waiting: Sequence[Iterable[D]] = (),
-        scope: Hashable = None,
-        history: History | None = None,
-    ) -> list[D]: ...
-
-    def predict_cached_tokens(
-        self,
-        documents: Iterable[D],
-        *,
-        scope: Hashable = None,
-        lengths: Lengths = USUAL,
-        history: History | None = None,
-    ) -> tuple[int, int]: ...
-
-    def holds_prefix(self, *, scope: Hashable = None) -> bool: ...
-
-    def has_lost(self, history: History, *, scope: Hashable = None) -> bool: ...
-
-    def topic(self, documents: Iterable[Any], *, scope: Hashable = None) -> str | None: ...
-
-    def order_batch(
-        self,
-        requests: Iterable[Iterable[D]],
-        *,
-        scope: Hashable = None,
-        lengths: Lengths = USUAL,
-        max_wait: int | None = None,
-    ) -> Batch[D]: ...
-
-    def fall_back(self, documents: Iterable[D], error: Exception) -> Ordering[D]: ...
 
 
 class Orderer:
@@ -132,14 +75,8 @@ class Orderer:
         cloud: CloudCache | None = None,
         **options: Unpack[OrdererOptions],
     ) -> None:
-        self.settings = _one_of(settings, options)
-        self._callables: dict[str, Any] = {
-            "key": key,
-            "tokens": tokens,
-            "group": group,
-            "topics": topics,
-            "cloud": cloud,
-        }
+        self.settings = either(settings, options)
+        self._given: dict[str, Any] = {"key": key, "tokens": tokens, "group": group, "topics": topics, "cloud": cloud}
         self.fallbacks = 0
         self._degradations = Degradations()
         follows = token_ids if blocks is not None else None
@@ -182,17 +119,32 @@ class Orderer:
         """
         from ragorder.adapters.vllm.connect import connect
 
-        settings = _one_of(settings, options)
-        return connect(cls, base_url, for_cloud=cls.for_cloud, builder=builder, settings=settings, api_key=api_key)
+        return connect(cls, base_url, builder=builder, settings=either(settings, options), api_key=api_key)
 
     @classmethod
     def for_cloud(
         cls,
-        provider: Provider | None = None,
+        provider: Provider,
+        *,
+        model: str,
+        ttl: str | None = None,
+        builder: PromptBuilder | None = None,
+        **options: Unpack[RulesOptions],
+    ) -> Self:
+        """Return an orderer for a cloud whose cache resumes a prompt only at breakpoints of earlier prompts.
+
+        `ordering.breakpoints` has those to set (docs/clouds.md). `ttl`: "5m", "1h". Options as for `for_rules`.
+        """
+        from ragorder.clouds import cache_rules
+
+        return cls.for_rules(cache_rules(provider, model, ttl), model=model, builder=builder, **options)
+
+    @classmethod
+    def for_rules(
+        cls,
+        rules: CacheRules,
         *,
         model: str | None = None,
-        ttl: str | None = None,
-        rules: CacheRules | None = None,
         prices: Prices | str | PathLike[str] | None = None,
         builder: PromptBuilder | None = None,
         key: Callable[[Any], Hashable] | None = None,
@@ -202,18 +154,16 @@ class Orderer:
         settings: Settings | None = None,
         **options: Unpack[OrdererOptions],
     ) -> Self:
-        """Return an orderer for a cloud whose cache resumes a prompt only at breakpoints of earlier prompts.
+        """Return an orderer for a cache that resumes a prompt only where `rules` say, such as a hybrid model's.
 
-        `ordering.breakpoints` has those to set (docs/clouds.md). `rules` replace those of `provider`, `model` and `ttl`
-        ("5m", "1h"). `builder` knows the lengths of documents and system prompt.
+        `model` is looked up in `prices`. `builder` knows the lengths of documents and system prompt.
         """
         from ragorder.scope.cloud_scope import CloudCache, cloud_settings
 
-        cache = CloudCache.of(provider, model, ttl, rules, prices, clock)
         if tokens is None and builder is not None:
             tokens = builder.document_tokens
-        settings = cloud_settings(_one_of(settings, options), None if builder is None else builder.prefix_tokens)
-        return cls(settings, key=key, tokens=tokens, group=group, cloud=cache)
+        known = cloud_settings(either(settings, options), None if builder is None else builder.prefix_tokens)
+        return cls(known, key=key, tokens=tokens, group=group, cloud=CloudCache.of(rules, model, prices, clock))
 
     def __repr__(self) -> str:
         settings = self.settings
@@ -229,7 +179,7 @@ class Orderer:
     @property
     def _residency(self) -> str:
         if self._clouds is not None:
-            return f"marks ({self._clouds.cache.model.rules.name})"
+            return f"rules ({self._clouds.cache.model.rules.name})"
         if self.settings.residency == "none":
             return "none"
         if self._contents is not None:
@@ -292,7 +242,7 @@ class Orderer:
         try:
             request = self._reader.read(given)
             backlog = self._reader.read_waiting(waiting)
-            prefix, suffix = lengths if lengths is USUAL else _read_lengths(lengths)
+            prefix, suffix = lengths if lengths is USUAL else read_lengths(lengths)
             if history is not None and history.sent is not None:
                 request.send_as(history.sent)
         except Exception as error:
@@ -336,7 +286,7 @@ class Orderer:
         given, history = list(documents), _checked(history)
         try:
             request = self._reader.read(given)
-            prefix, _ = _read_lengths(lengths)
+            prefix, _ = read_lengths(lengths)
             return self._lock.run(self._look_at, scope, prefix, Scope.predict_cached_tokens, request, history)
         except Exception as error:
             self._reader.refuse(given, error)
@@ -411,7 +361,7 @@ class Orderer:
 
         try:
             read = [self._reader.read(documents) for documents in given]
-            prefix, suffix = _read_lengths(lengths)
+            prefix, suffix = read_lengths(lengths)
             steps = plan_batch(self._copy_of(scope, prefix, read), read, max_wait, suffix)
         except Exception as error:
             for documents in given:
@@ -442,12 +392,12 @@ class Orderer:
 
     def clone(self, **changes: Unpack[OrdererOptions]) -> Orderer:
         """Return an orderer with changed settings, empty trees and no KV events. Learned lengths are shared."""
-        clone = Orderer(self.settings.changed(**changes), **self._callables)
+        clone = Orderer(self.settings.changed(**changes), **self._given)
         clone._lengths = self._lengths
         return clone
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"settings": self.settings, "follows": self._contents is not None, **self._callables}
+        return {"settings": self.settings, "follows": self._contents is not None, **self._given}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         follows = state.pop("follows")
@@ -465,7 +415,7 @@ class Orderer:
         places = list(range(len(request.keys))) if permutation is None else list(permutation)
         if sorted(places) != list(range(len(request.keys))):
             raise ValueError("permutation must have each rank of the documents exactly once")
-        prefix, suffix = _read_lengths(lengths)
+        prefix, suffix = read_lengths(lengths)
         self._lock.run(self._work_in, scope, prefix, Scope.record, request, places, suffix)
 
     def _copy_of(self, name: Hashable, prefix_tokens: int | None, requests: Iterable[OrderRequest[D]]) -> Scope:
@@ -537,26 +487,13 @@ class Orderer:
             )
 
 
-def _one_of(settings: Settings | None, options: OrdererOptions) -> Settings:
-    if settings is None:
-        return Settings(**options)
-    if options:
-        raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
-    return settings
-
-
 def _checked(history: H) -> H:
     if history is not None and not isinstance(history, History):
         raise TypeError(f"history is a {type(history).__name__}: give ragorder.History(segments)")
     return history
 
 
-def _read_lengths(lengths: Lengths) -> Lengths:
-    return Lengths(*(None if tokens is None else read_length(tokens) for tokens in lengths))
-
-
 def _unordered(given: list[D], index: int = 0) -> Ordering[D]:
     ordering = Ordering(given, list(range(len(given))))
-    ordering.index = index
-    ordering.fallback = True
+    ordering.index, ordering.fallback = index, True
     return ordering

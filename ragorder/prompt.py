@@ -17,7 +17,6 @@ from ragorder.conversation import (
     REFERENCE,
     Message,
     MessageFormat,
-    OrdersTurns,
     Repeat,
     Turn,
     opening_of,
@@ -26,6 +25,7 @@ from ragorder.conversation import (
 )
 from ragorder.document import Document, content_key
 from ragorder.ordering import Ordering
+from ragorder.protocols import OrdersTurns
 from ragorder.scope.request import USUAL, Lengths
 from ragorder.tokens import PromptFrame, SegmentTokenizer, repair_unicode, special_token_escaper, split_text
 from ragorder.trie.histories import Segment

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypedDict
+from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -27,6 +27,9 @@ class Settings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(env_prefix="RAGORDER_", extra="forbid", frozen=True)
+
+    # vLLM evicts partly filled blocks first. The evaluation also simulates an engine that does not.
+    partial_blocks_first: ClassVar[bool] = True
 
     capacity_tokens: int | None = Field(
         262_144, ge=1, description="Capacity of the engine's KV cache in tokens, or unlimited."
@@ -96,9 +99,6 @@ class Settings(BaseSettings):
         "lru", description="Model of the engine's evictions: least recently used first, or no evictions."
     )
     feedback: bool = Field(True, description="Whether the engine's reported cached tokens correct this model.")
-    partial_blocks_first: bool = Field(
-        True, description="Whether the engine evicts partly filled blocks first, like vLLM."
-    )
 
     keep_first: int = Field(0, ge=0, description="Number of top-ranked documents that stay first.")
     keep_last: int = Field(
@@ -211,7 +211,6 @@ class OrdererOptions(TypedDict, total=False):
     invest: bool
     residency: Literal["lru", "none"]
     feedback: bool
-    partial_blocks_first: bool
     keep_first: int
     keep_last: int
     max_displacement: int | None
@@ -221,3 +220,11 @@ class OrdererOptions(TypedDict, total=False):
     replay_endpoint: str | None
     events_topic: str
     strict: bool
+
+
+def either(settings: Settings | None, options: OrdererOptions) -> Settings:
+    if settings is None:
+        return Settings(**options)
+    if options:
+        raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
+    return settings

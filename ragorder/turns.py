@@ -9,12 +9,10 @@ from functools import lru_cache
 from string import Formatter
 from typing import Any
 
-from ragorder.clouds import PromptParts, openai_content
 from ragorder.common.counts import Estimate
 from ragorder.conversation import (
     Message,
     MessageFormat,
-    OrdersTurns,
     Repeat,
     Turn,
     digest_of,
@@ -26,6 +24,7 @@ from ragorder.conversation import (
 )
 from ragorder.document import Document
 from ragorder.ordering import Ordering
+from ragorder.protocols import OrdersTurns
 from ragorder.trie.histories import History, Segment
 
 _MESSAGES = ("user", "tool")
@@ -277,6 +276,8 @@ class _TurnMaker:
         form, texts = self.form, list(map(self.form.document_text, ordering.documents))
         if ordering.cloud is None or ordering.cloud.model.rules.resume != "marks":
             return form.escape("".join(texts) + asked)
+        from ragorder.clouds import PromptParts, openai_content
+
         return openai_content(PromptParts("", texts, asked, escape=form.escape).texts()) or ""
 
     def _message(self, content: str | list[dict[str, Any]]) -> dict[str, Any]:
@@ -346,4 +347,4 @@ def _check_reference(reference: str) -> None:
 def _prepend(text: str, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return text + content
-    return [content[0] | {"text": text + content[0]["text"]}, *content[1:]] if content else openai_content([text])
+    return [content[0] | {"text": text + content[0]["text"]}, *content[1:]]

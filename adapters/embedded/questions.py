@@ -29,7 +29,6 @@ from ragorder.adapters.embedded.worker import EngineWorker
 from ragorder.adapters.http_server.errors import ErrorMiddleware, HTTPError
 from ragorder.adapters.http_server.request_body import MemoryBudget
 from ragorder.adapters.openai.prompts import PromptRequest, Question
-from ragorder.orderer import OrdererLike
 from ragorder.pipelining import Usage
 from ragorder.pipelining.batching import (
     BacklogAware,
@@ -39,6 +38,7 @@ from ragorder.pipelining.batching import (
     ServingPlacement,
 )
 from ragorder.pipelining.reordering import QueueFullError
+from ragorder.protocols import OrdererLike
 
 ANSWER_TOKENS = 256
 """Limit of an answer if the question sets none."""

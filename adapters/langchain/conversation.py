@@ -21,8 +21,8 @@ from langchain_core.messages import (
 
 from ragorder.adapters.langchain.payloads import is_other, message_usage, text_of, written_tokens
 from ragorder.adapters.turns import FrameworkTurns, NextTurn, off_loop, plain_message
-from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
+from ragorder.protocols import OrdererLike
 
 _WORD = re.compile(r"\w")
 _ROLES: tuple[tuple[type[BaseMessage], str], ...] = (

@@ -15,8 +15,8 @@ from langchain_core.outputs import LLMResult
 
 from ragorder.adapters.langchain.payloads import is_token, prompt_text, response_usage
 from ragorder.adapters.langchain.runs import Runs
-from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
+from ragorder.protocols import OrdererLike
 
 P = ParamSpec("P")
 T = TypeVar("T")

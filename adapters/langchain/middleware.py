@@ -26,8 +26,8 @@ from ragorder.adapters.langchain.payloads import text_of
 from ragorder.adapters.reorder import ScopeOf
 from ragorder.adapters.turns import Label
 from ragorder.conversation import REFERENCE, Repeat
-from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
+from ragorder.protocols import OrdererLike
 
 __all__ = ["CacheOrderMiddleware"]
 

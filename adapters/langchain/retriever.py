@@ -26,8 +26,9 @@ from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 from ragorder.adapters.langchain.feedback import abandon, hand_over
 from ragorder.adapters.marks import marked_documents
 from ragorder.adapters.reorder import Reorder
-from ragorder.orderer import Orderer, OrdererLike
+from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
+from ragorder.protocols import OrdererLike
 
 _INSIDE = (
     "a CacheOrderRetriever inside another retriever orders nothing, because its order does not reach the prompt: wrap "

@@ -25,8 +25,8 @@ from ragorder.adapters.langchain.marks import Marks, checked_marks, marked
 from ragorder.adapters.reorder import ScopeOf
 from ragorder.adapters.turns import Label
 from ragorder.conversation import REFERENCE, Repeat
-from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
+from ragorder.protocols import OrdererLike
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,7 @@ from ragorder.adapters.learning.suggestion import Suggestion, suggest
 from ragorder.adapters.observing.prometheus import Metrics
 from ragorder.adapters.observing.stats import LEARNED
 from ragorder.adapters.proxy.bodies.template import DocumentTemplate
-from ragorder.orderer import OrdererLike
+from ragorder.protocols import OrdererLike
 
 _logger = logging.getLogger("ragorder")
 

@@ -26,8 +26,8 @@ from ragorder.adapters.proxy.ordering import OrderedRequest, RequestOrderer
 from ragorder.adapters.proxy.workers import Workers
 from ragorder.adapters.usage import answers_something, member, read_usage
 from ragorder.clouds import read_cloud_usage
-from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
+from ragorder.protocols import OrdererLike
 
 _ROUTES: Mapping[str, Route] = {
     "completion": "chat",

@@ -27,8 +27,8 @@ from ragorder.adapters.reorder import ScopeOf
 from ragorder.adapters.turns import FrameworkTurns, Label, NextTurn, off_loop, plain_message
 from ragorder.adapters.usage import member, read_usage
 from ragorder.conversation import REFERENCE, Repeat
-from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
+from ragorder.protocols import OrdererLike
 
 
 @dataclass(slots=True, eq=False)

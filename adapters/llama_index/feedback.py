@@ -29,8 +29,8 @@ from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 
 from ragorder.adapters.usage import member, read_usage
-from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
+from ragorder.protocols import OrdererLike
 
 _STREAMED_SILENTLY = (
     "answers are streamed without usage, so the engine's cached tokens are unknown: give the LLM "

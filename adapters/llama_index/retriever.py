@@ -14,7 +14,7 @@ from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 
 from ragorder.adapters.llama_index.feedback import hand_over
 from ragorder.adapters.reorder import Key, Reorder, ScopeOf, Tokens
-from ragorder.orderer import OrdererLike
+from ragorder.protocols import OrdererLike
 
 
 # Not a lambda: a Reorder is pickled with it.

@@ -17,7 +17,7 @@ from ragorder.adapters.openai.endpoint import ModelEndpoint, UsageOption, checke
 from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm, PromptRequest
 from ragorder.adapters.openai.reply import Answer, Reply
 from ragorder.common.lock import run_or_defer
-from ragorder.orderer import OrdererLike
+from ragorder.protocols import OrdererLike
 from ragorder.topic import checked_header
 
 _TRANSIENT = ("408", "409", "429")

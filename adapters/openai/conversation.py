@@ -13,7 +13,6 @@ from ragorder.adapters.openai.prompts import PromptRequest
 from ragorder.adapters.openai.reply import Answer
 from ragorder.conversation import REFERENCE, Message, Repeat, message_key
 from ragorder.scope.request import Lengths
-from ragorder.turns import read_earlier
 
 _TOOLS = ("tools", "functions")
 # Shared by all conversations.
@@ -82,7 +81,11 @@ class Conversation(Generic[A, S]):
         self.scope = scope
         self.repeat = repeat
         self.reference = reference
-        self.rebase = None if rebase is None else read_earlier(rebase)
+        self.rebase: Sequence[Document] | None = None
+        if rebase is not None:
+            from ragorder.turns import read_earlier
+
+            self.rebase = read_earlier(rebase)
         # Keyed by the messages that contain them, while these are sent.
         self._sent: dict[str, Sequence[Document]] = {}
         self._turn: Turn | None = None

@@ -15,7 +15,6 @@ from ragorder.adapters.openai.endpoint import OpenAIStreams, checked_options
 from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm, PromptRequest, Question, checked_form, finish
 from ragorder.adapters.vllm.cache_config import requests_on
 from ragorder.common.running_mean import RunningMean
-from ragorder.orderer import OrdererLike
 from ragorder.pipelining import (
     AnswerChunk,
     EngineLoad,
@@ -31,6 +30,7 @@ from ragorder.pipelining import (
     WarmUp,
     prefill_batch,
 )
+from ragorder.protocols import OrdererLike
 from ragorder.scope.request import Lengths
 
 __all__ = [

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from ragorder import Document, Ordering, PromptBuilder
 from ragorder.adapters.usage import AnswerLength
 from ragorder.common.counts import estimate_tokens, reported_count
-from ragorder.orderer import OrdererLike
 from ragorder.pipelining import CachedLengths, Usage
+from ragorder.protocols import OrdererLike
 from ragorder.scope.request import Lengths
 
 __all__ = [

@@ -11,7 +11,6 @@ from typing import Any
 
 from ragorder import Document, Ordering
 from ragorder.adapters.usage import answers_something, member, read_usage
-from ragorder.clouds import read_cloud_usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,11 @@ class Reply:
             request: Any = getattr(wire, "request", None)
             raise APIConnectionError(message="The stream ended before the answer was complete.", request=request)
         counts = usage.cached_tokens, usage.prompt_tokens, usage.completion_tokens
-        written = read_cloud_usage(self._usage).written_tokens if self.ordering.cloud is not None else None
+        written = None
+        if self.ordering.cloud is not None:
+            from ragorder.clouds import read_cloud_usage
+
+            written = read_cloud_usage(self._usage).written_tokens
         return Answer("".join(self.pieces), *counts, self.ttft_s, self.ordering, self._finish_reason, written)
 
 

@@ -30,8 +30,8 @@ from ragorder.adapters.proxy.pages import readiness, replica_routes, served
 from ragorder.adapters.proxy.reverse_proxy import Limits, ReverseProxy, ServerProxy
 from ragorder.adapters.proxy.upstream import Timeouts, Upstream, error_content
 from ragorder.adapters.proxy.workers import Workers
-from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
+from ragorder.protocols import OrdererLike
 from ragorder.topic import checked_header
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from ragorder.adapters.proxy.bodies.parsed import ParsedBody
 from ragorder.adapters.proxy.ordering import RequestOrderer
 from ragorder.adapters.proxy.upstream import Upstream, UpstreamError
 from ragorder.common.circuit_breaker import CircuitBreaker
-from ragorder.orderer import OrdererLike
 from ragorder.pipelining.reordering import CachedLengths
 from ragorder.pipelining.replicas import BestReplica, ReplicaState
+from ragorder.protocols import OrdererLike
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

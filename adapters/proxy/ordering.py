@@ -20,9 +20,9 @@ from ragorder.adapters.proxy.usage import StreamReader, WholeReader, reader_for
 from ragorder.adapters.request_facts import add_facts
 from ragorder.adapters.usage import AnswerLength, read_usage
 from ragorder.document import Document
-from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
 from ragorder.pipelining.reordering import CachedLengths
+from ragorder.protocols import OrdererLike
 from ragorder.scope.request import Lengths
 from ragorder.trie.histories import History, Segment
 

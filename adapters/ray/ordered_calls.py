@@ -16,8 +16,8 @@ from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
 from ragorder.adapters.proxy.ordering import RequestOrderer, SentRequest
 from ragorder.adapters.proxy.workers import Workers
 from ragorder.errors import RagorderError
-from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
+from ragorder.protocols import OrdererLike
 
 _JSON = [(b"content-type", b"application/json")]
 _EVENTS = [(b"content-type", b"text/event-stream")]

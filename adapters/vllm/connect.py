@@ -6,16 +6,18 @@ import logging
 import time
 from collections.abc import Callable
 from math import inf
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 from weakref import ref
 
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.vllm.cache_config import CacheConfig, cache_config
 from ragorder.adapters.vllm.kv_events import KVEventSubscriber
-from ragorder.clouds import CacheRules
 from ragorder.prompt import PromptBuilder
 from ragorder.settings import Settings
 from ragorder.trie.residency.blocks import EngineBlocks
+
+if TYPE_CHECKING:
+    from ragorder.clouds import CacheRules
 
 __all__ = ["connect", "following_events", "hybrid_rules"]
 
@@ -25,10 +27,15 @@ class _LiveOrderer(Protocol):
 
     events: Any
 
+    def __init__(self, settings: Settings, **options: Any) -> None: ...
+
     @property
     def tree_size(self) -> int: ...
 
     def degrade(self, reason: str) -> None: ...
+
+    @classmethod
+    def for_rules(cls, rules: CacheRules, *, settings: Settings, builder: PromptBuilder | None) -> Self: ...
 
 
 OrdererT = TypeVar("OrdererT", bound=_LiveOrderer)
@@ -44,10 +51,9 @@ _ORDINARY = ("events_endpoint", "host_tokens", "disk_tokens", "profile", "reuse"
 
 
 def connect(
-    orderer_class: Callable[..., OrdererT],
+    orderer_class: type[OrdererT],
     base_url: str,
     *,
-    for_cloud: Callable[..., OrdererT],
     builder: PromptBuilder | None,
     settings: Settings,
     api_key: str | None = None,
@@ -64,7 +70,7 @@ def connect(
         if "prefix_tokens" not in settings.model_fields_set:
             settings = settings.model_copy(update={"prefix_tokens": builder.prefix_tokens})
     if hybrid:
-        orderer = for_cloud(rules=hybrid_rules(settings.block_size), settings=settings, builder=builder)
+        orderer = orderer_class.for_rules(hybrid_rules(settings.block_size), settings=settings, builder=builder)
     elif builder is None or settings.events_endpoint is None:
         orderer = orderer_class(settings, **options)
     else:
@@ -86,6 +92,8 @@ def hybrid_rules(block_tokens: int) -> CacheRules:
     `prefix_cache_retention_interval 0`) vLLM keeps states at a prompt's last block and where requests diverge, which it
     detects at the second one.
     """
+    from ragorder.clouds import CacheRules
+
     return CacheRules(
         f"hybrid model, blocks of {block_tokens}",
         resume="junctions",
@@ -141,7 +149,7 @@ def _is_hybrid(cache: CacheConfig, settings: Settings, missing: list[str]) -> bo
     if cache.hybrid is None:
         _logger.info(
             "the server does not publish whether its model is hybrid (Mamba, GDN): if it is, Orderer.for_vllm needs a "
-            "newer vLLM, or give Orderer.for_cloud the rules hybrid_rules(block_size) of ragorder.adapters.vllm.connect"
+            "newer vLLM, or use Orderer.for_rules with hybrid_rules(block_size) of ragorder.adapters.vllm.connect"
         )
     usual = type(settings).model_fields
     kept = [name for name in _ORDINARY if getattr(settings, name) != usual[name].default]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from ragorder import Document, Ordering, PromptBuilder
 from ragorder.adapters.openai.pipelined import PromptLoad, SystemPrefix
 from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm, PromptRequest, Question
-from ragorder.orderer import OrdererLike
 from ragorder.pipelining import CachedLengths, CommittedRequest, StreamingEngine, Usage, WarmUp
 from ragorder.pipelining.servers import observer_of
 from ragorder.pipelining.workflow import NodeQuestion, WorkflowServer, WorkflowTrace
 from ragorder.pipelining.workflow.transformations import Transformation, all_transformations
+from ragorder.protocols import OrdererLike
 
 if TYPE_CHECKING:
     from ragorder.pipelining import ContinuousIVF, StagedSearch

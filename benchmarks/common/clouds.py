@@ -9,13 +9,14 @@ from itertools import accumulate
 from typing import Any
 
 from ragorder.clouds.rules import CacheRules, UsageFields
+from ragorder.errors import RagorderError
 
 _OPENAI = UsageFields(
     "prompt_tokens_details.cached_tokens", "prompt_tokens_details.cache_write_tokens", "prompt_tokens"
 )
 
 
-class CloudError(ValueError):
+class CloudError(RagorderError, ValueError):
     """The provider refuses a request."""
 
 

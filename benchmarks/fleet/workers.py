@@ -126,7 +126,7 @@ def questions_by_topic(count: int, seed: int, top_k: int) -> list[TraceRequest]:
 
 
 def _options(policy: str, server: VLLMServer, top_k: int) -> dict[str, Any]:
-    options: dict[str, Any] = {"partial_blocks_first": True}
+    options: dict[str, Any] = {}
     if policy == "events":
         options |= {name: getattr(server, name) for name in ("events_endpoint", "replay_endpoint", "events_topic")}
     if policy == "retrieval":

@@ -102,7 +102,7 @@ class QueueServer(Protocol):
 
 class _Queue:
     def __init__(self, trace: Trace, discipline: Discipline, engine: Cache, prompts: Prompts) -> None:
-        lengths = {"tokens": prompts.document_tokens, "prefix_tokens": prompts.prefix_tokens}
+        lengths: dict[str, Any] = {"tokens": prompts.document_tokens, "prefix_tokens": prompts.prefix_tokens}
         self.requests = trace.requests
         self.waiting: CacheAwareQueue[int] = CacheAwareQueue(discipline.window)
         self._orderer = make_orderer("free", engine=engine, **lengths)
@@ -274,7 +274,7 @@ class EmbeddedQueues(VirtualQueues):
             max_requests=self.max_in_flight,
             schedule_window=discipline.window,
         )
-        lengths = {"tokens": prompts.document_tokens, "prefix_tokens": prompts.prefix_tokens}
+        lengths: dict[str, Any] = {"tokens": prompts.document_tokens, "prefix_tokens": prompts.prefix_tokens}
         orderer = make_orderer("free", engine=served, **lengths)
         waiting: dict[int, tuple[int, Ordering[Document]]] = {}
         order: list[int] = []

@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from ragorder.common.jsonl import JSONLines
+from ragorder.errors import RagorderError
 
 _AZURE_COLUMNS = b"TIMESTAMP,ContextTokens,GeneratedTokens"
 _MOONCAKE_EXAMPLE = '{"timestamp": 27, "output_length": 500}'
@@ -21,7 +22,7 @@ _STEPS = "steps:"
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
-class ArrivalsError(ValueError):
+class ArrivalsError(RagorderError, ValueError):
     """Arrival times are not available. The message says where and what to change."""
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ragorder.document import Document
+from ragorder.errors import RagorderError
 from ragorder.eval.data.names import unknown
 
 WORKLOADS = ("paper", "paper-shuf", "ov0.0", "ov0.2", "ov0.4", "ov0.6", "ov0.8", "mix8", "zipf10", "geo")
@@ -33,7 +34,7 @@ _DOCUMENTS_PER_CITY = 10
 _RADIUS = 0.7
 
 
-class WorkloadError(ValueError):
+class WorkloadError(RagorderError, ValueError):
     """A workload is unknown or cannot be drawn. The message says what to change."""
 
 

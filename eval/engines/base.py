@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol, Unpack
+
+from ragorder.errors import RagorderError
+from ragorder.settings import OrdererOptions, Settings
 
 
-class EngineError(RuntimeError):
+class EngineError(RagorderError, RuntimeError):
     """An engine is absent, or unfit for the benchmark. The message says what to change."""
 
 
-class RequestError(RuntimeError):
+class RequestError(RagorderError, RuntimeError):
     """One request failed; the engine goes on. `status` is the HTTP status, if any."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -46,6 +49,17 @@ class Cache(Protocol):
     capacity_tokens: int | None
     kept_output_tokens: int
     partial_blocks_first: bool
+
+
+class PartialBlocksLast(Settings):
+    """Settings for an engine that evicts partly filled blocks in order of use."""
+
+    partial_blocks_first: ClassVar[bool] = False
+
+
+def settings_of(cache: Cache, **options: Unpack[OrdererOptions]) -> Settings:
+    given: OrdererOptions = {"capacity_tokens": cache.capacity_tokens, "block_size": cache.block_size}
+    return (Settings if cache.partial_blocks_first else PartialBlocksLast)(**given | options)
 
 
 class Engine(Cache, Protocol):

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ragorder.common.files import cache_folder
+from ragorder.errors import RagorderError
 
 _INSTALL_S = 600.0
 
 
-class PeerError(RuntimeError):
+class PeerError(RagorderError, RuntimeError):
     """A peer is not available on this machine, or failed."""
 
 

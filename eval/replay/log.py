@@ -7,10 +7,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from ragorder.errors import RagorderError
 from ragorder.eval.data.arrivals import Arrival
 
 
-class LogError(ValueError):
+class LogError(RagorderError, ValueError):
     """A log cannot be used. The message quotes nothing of it."""
 
 

@@ -12,6 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from ragorder.errors import RagorderError
 from ragorder.eval.data.names import choices
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.replay.log import Log
@@ -25,7 +26,7 @@ from ragorder.eval.running.policies import PolicyError
 _POLL_S = 0.1
 
 
-class ReplayError(RuntimeError):
+class ReplayError(RagorderError, RuntimeError):
     """A replay cannot be run or finished."""
 
 

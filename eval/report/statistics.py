@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from ragorder.common.extras import needs
+from ragorder.errors import RagorderError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,7 +35,7 @@ _BATCH = 250
 _CONFIDENCE = 0.95
 
 
-class StatisticsError(ValueError):
+class StatisticsError(RagorderError, ValueError):
     """Figures cannot be compared. The message says why."""
 
 

@@ -10,13 +10,14 @@ from typing import Annotated, Any, Self, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from ragorder.common.counts import parse_count
+from ragorder.errors import RagorderError
 from ragorder.eval.data.names import unknown
 from ragorder.eval.running.record import Cell
 
 STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
-class SuiteError(ValueError):
+class SuiteError(RagorderError, ValueError):
     """A suite that does not exist or is wrong. The message says where, and what to change."""
 
 

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from ragorder.errors import RagorderError
 from ragorder.eval.engines.sim import Like
 from ragorder.eval.running.specs import ServedBy
 
@@ -19,7 +20,7 @@ _MEASURED_WITH = ("engine", "like", "reduced", "model", "limit", "base_url", "se
 SIM_LIKE: Like = "vllm-0.32"
 
 
-class HarnessError(ValueError):
+class HarnessError(RagorderError, ValueError):
     """Suites cannot be run as asked. The message says what to change."""
 
 

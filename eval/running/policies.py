@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy as shallow_copy
 from functools import cache
 from typing import Any, Protocol, Self
 
 from ragorder.document import Document
+from ragorder.errors import RagorderError
 from ragorder.eval.data.names import unknown
 from ragorder.eval.data.trace import TraceRequest
-from ragorder.eval.engines.base import Cache
+from ragorder.eval.engines.base import Cache, settings_of
 from ragorder.eval.engines.openai import OpenAIEngine
 from ragorder.eval.engines.prompts import BuiltPrompts, Prompts
 from ragorder.eval.engines.sim import SimEngine
@@ -78,7 +79,7 @@ def _parse_guard(name: str, value: str) -> Any:
     return setting
 
 
-class PolicyError(ValueError):
+class PolicyError(RagorderError, ValueError):
     """A policy does not exist or cannot run on this engine."""
 
 
@@ -101,8 +102,8 @@ def make_policy(
 ) -> Policy:
     """A policy for one run on a fresh engine; orderers take `settings`. Raises PolicyError or ValidationError."""
     if name in ORDERERS:
-        lengths = {"tokens": prompts.document_tokens, "prefix_tokens": prompts.prefix_tokens}
-        return make_orderer(name, engine=engine, **lengths, **(settings or {}))
+        given = {"prefix_tokens": prompts.prefix_tokens, **(settings or {})}
+        return make_orderer(name, engine=engine, tokens=prompts.document_tokens, **given)
     if name == "events":
         if not isinstance(engine, OpenAIEngine) or engine.blocks is None or not isinstance(prompts, BuiltPrompts):
             raise PolicyError("policy 'events' follows a server's KV events: use it with --engine openai")
@@ -127,14 +128,17 @@ def make_policy(
     raise PolicyError(unknown("policy", name, POLICIES))
 
 
-def make_orderer(name: str, *, engine: Cache, **options: Any) -> Orderer:
+def make_orderer(
+    name: str,
+    *,
+    engine: Cache,
+    key: Callable[[Any], Hashable] | None = None,
+    tokens: Callable[[Any], int] | None = None,
+    group: Callable[[Any], Hashable | None] | None = None,
+    **options: Any,
+) -> Orderer:
     """The orderer of a policy of `ORDERERS`; `options` override its own."""
-    cache = {
-        "capacity_tokens": engine.capacity_tokens,
-        "block_size": engine.block_size,
-        "partial_blocks_first": engine.partial_blocks_first,
-    }
-    return Orderer(**cache | ORDERERS[name] | options)
+    return Orderer(settings_of(engine, **ORDERERS[name] | options), key=key, tokens=tokens, group=group)
 
 
 class _EventsOrderer(Orderer):
@@ -149,7 +153,6 @@ class _EventsOrderer(Orderer):
             capacity_tokens=engine.capacity_tokens,
             block_size=engine.block_size,
             prefix_tokens=builder.prefix_tokens,
-            partial_blocks_first=engine.partial_blocks_first,
             **ORDERERS["free"] | dict(settings),
         )
         self._salt = engine.salt

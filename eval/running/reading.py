@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ragorder.common.jsonl import JSONLines
+from ragorder.errors import RagorderError
 from ragorder.eval.running.record import (
     RESULTS,
     SCHEMA,
@@ -24,7 +25,7 @@ Line = SessionRecord | UnavailableRecord | CheckRecord | Record
 R = TypeVar("R", bound=Record)
 
 
-class ResultsError(ValueError):
+class ResultsError(RagorderError, ValueError):
     """There is nothing to report on. The message says what to change."""
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 
+from ragorder.errors import RagorderError
 from ragorder.eval.data.arrivals import Arrivals
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.retrieval import Retriever
@@ -20,7 +21,7 @@ EngineName = Literal["sim", "vllm", "torch", "openai"]
 DEFAULT_POLICIES = ("retrieval", "greedy", "prefix", "earned", "free")
 
 
-class BenchError(ValueError):
+class BenchError(RagorderError, ValueError):
     """A benchmark cannot be run as asked. The message says what to change."""
 
 

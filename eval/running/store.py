@@ -12,12 +12,13 @@ from typing import IO, Any, Self
 
 from ragorder.common.files import try_lock
 from ragorder.common.jsonl import JSONLines, decode
+from ragorder.errors import RagorderError
 from ragorder.eval.running.record import RESULTS
 
 Line = Mapping[str, Any]
 
 
-class StoreError(ValueError):
+class StoreError(RagorderError, ValueError):
     """Results cannot be kept in this folder. The message says what to change."""
 
 

@@ -13,7 +13,7 @@ from ragorder.pipelining.batching.degradation import Degradation, Relief
 from ragorder.pipelining.batching.requests import BatchedRequest, BatchEvent, EventName, WorkerName
 from ragorder.pipelining.protocols import D, Q
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, Ticket
-from ragorder.pipelining.servers import FirstFailures, call
+from ragorder.pipelining.servers import FirstFailures, call, end_all
 
 T = TypeVar("T")
 
@@ -95,8 +95,7 @@ class Worker(ABC, Generic[Q, D]):
         self._closed = True
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.wait((task,))
+            await end_all((task,))
         await self._end_running()
         for _, future in self._hooks:
             if not future.done():

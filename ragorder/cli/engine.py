@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from ragorder.adapters.embedded.questions import QuestionServer
     from ragorder.adapters.observing.prometheus import Metrics
     from ragorder.kernels.engine import TieredEngine
-    from ragorder.orderer import OrdererLike
     from ragorder.pipelining.placement.plan import PlannedPlacement
     from ragorder.prompt import PromptBuilder
+    from ragorder.protocols import OrdererLike
 
 _MAX_WAITING = 1000
 # transformers imports these for assisted generation, detection of objects and a cloud: 170 MiB with what they import.

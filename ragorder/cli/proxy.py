@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ragorder.adapters.observing.prometheus import Metrics
     from ragorder.adapters.proxy import AdmissionQueue
     from ragorder.cli.documents import Documents
-    from ragorder.orderer import OrdererLike
+    from ragorder.protocols import OrdererLike
 
 ROUTED = "x-session-id"
 _KEYS = ("api_key", "upstream_api_key", "topic_secret")

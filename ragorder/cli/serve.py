@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ragorder.adapters.observing.observed import ObservedOrderer
     from ragorder.adapters.observing.prometheus import Metrics
     from ragorder.adapters.shared_orders import SharedOrderer
-    from ragorder.orderer import OrdererLike
+    from ragorder.protocols import OrdererLike
 
 _ASSUMED = "assumed"
 _CLOUDS: Mapping[str, Provider] = {

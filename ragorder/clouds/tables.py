@@ -62,15 +62,15 @@ def cache_rules(provider: Provider | str, model: str, ttl: str | None = None) ->
     table = PROVIDERS.get(provider)
     if table is None:
         raise ValueError(
-            f"unknown provider {provider!r}: choose from {', '.join(PROVIDERS)}, or give rules=CacheRules(…)"
+            f"unknown provider {provider!r}: choose from {', '.join(PROVIDERS)}, or give rules to Orderer.for_rules"
         )
     if ttl is not None and ttl not in table.ttls:
         raise ValueError(f"{provider} has no TTL {ttl!r}: choose from {', '.join(table.ttls)}")
     found = table.rules_of(model, ttl)
     if found is None:
         raise ValueError(
-            f"the table of {provider} does not have the model {model!r}: give its rules, such as "
-            "rules=CacheRules('mine', minimum_tokens=1024, ttl_s=300, write=1.25, read=0.1)"
+            f"the table of {provider} does not have the model {model!r}: give its rules to Orderer.for_rules, such as "
+            "CacheRules('mine', minimum_tokens=1024, ttl_s=300, write=1.25, read=0.1)"
         )
     if ttl is not None and found.ttl_s != table.ttls[ttl][0]:
         raise ValueError(f"entries of {model!r} have one fixed TTL: leave ttl out")

@@ -1,20 +1,23 @@
-"""Scopes and settings of an orderer for a cloud."""
+"""Scopes and settings of an orderer for a cache with rules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any
+from typing import Any, TypeVar
 
-from ragorder.clouds import CacheRules, CloudModel, CloudRequest, Prices, cache_rules
+from ragorder.clouds import CacheRules, CloudModel, CloudRequest, Prices
 from ragorder.clouds.marks import MarkChoice, MarkRates, WriteBudget
 from ragorder.clouds.residency import JunctionsResidency, MarkedFeedback, MarksResidency
 from ragorder.clouds.tree import MarkedPathSearch, MarkedTree
 from ragorder.ordering import Ordering
 from ragorder.scope.scope import Scope, ScopeOwner
-from ragorder.settings import Settings
-from ragorder.trie.residency import Pool, ScopeLengths
+from ragorder.settings import OrdererOptions, Settings
+from ragorder.trie.residency import Lease, Pool, ScopeLengths
+from ragorder.trie.tree import Node
+
+D = TypeVar("D")
 
 _REFUSED = {
     "host_tokens": 0,
@@ -36,28 +39,31 @@ class CloudCache:
     @classmethod
     def of(
         cls,
-        provider: str | None,
+        rules: CacheRules,
         model: str | None,
-        ttl: str | None,
-        rules: CacheRules | None,
         prices: Prices | str | PathLike[str] | None,
         clock: Callable[[], float],
     ) -> CloudCache:
-        if rules is None:
-            if provider is None or model is None:
-                raise ValueError("give provider and model, or rules=CacheRules(…)")
-            rules = cache_rules(provider, model, ttl)
-        elif provider is not None or ttl is not None:
-            raise ValueError("rules=CacheRules(…) replace the table: leave provider and ttl out")
         known = prices if isinstance(prices, Prices) else Prices.load(prices)
         return cls(CloudModel(rules, model, known), clock)
+
+
+class RulesOptions(OrdererOptions, total=False):
+    """Further options of `Orderer.for_rules`."""
+
+    prices: Prices | str | PathLike[str] | None
+    key: Callable[[Any], Hashable] | None
+    tokens: Callable[[Any], int] | None
+    group: Callable[[Any], Hashable | None] | None
+    clock: Callable[[], float]
+    settings: Settings | None
 
 
 def cloud_settings(settings: Settings, prefix_tokens: int | None) -> Settings:
     given = settings.model_fields_set
     for name, usual in _REFUSED.items():
         if name in given and getattr(settings, name) != usual:
-            raise ValueError(f"{name} is not for clouds: leave it out")
+            raise ValueError(f"{name} is not for a cache with rules: leave it out")
     changes: dict[str, Any] = {"block_size": 1}
     if "moves" not in given:
         # A cloud's contents depend on its breakpoints, which the measurement of earned moves ignores.
@@ -108,9 +114,7 @@ class CloudScope(Scope):
         self.search = MarkedPathSearch()
         self._model = cache.model
 
-    def _begin(self, *arguments: Any, **options: Any) -> Ordering[Any]:
-        ordering = super()._begin(*arguments, **options)
-        lease: Any = ordering._lease
+    def _annotate(self, ordering: Ordering[D], path: Sequence[Node], lease: Lease) -> None:
         plan = self.mirror.plans.get(lease)
         if plan is not None:
             publish, keep_marks = self.mirror.publish, self.mirror.keep_marks
@@ -121,4 +125,3 @@ class CloudScope(Scope):
                 lambda breakpoints: self.defer(keep_marks, lease, breakpoints),
                 lease.turn,
             )
-        return ordering

@@ -106,6 +106,10 @@ def read_length(tokens: Any) -> int:
     return length
 
 
+def read_lengths(lengths: Lengths) -> Lengths:
+    return Lengths(*(None if tokens is None else read_length(tokens) for tokens in lengths))
+
+
 def _metadata_source(document: Any) -> Hashable | None:
     source: Hashable | None = document.metadata.get("source")
     return source

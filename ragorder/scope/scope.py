@@ -356,7 +356,7 @@ class Scope:
             ordering.fused, ordering.exact_documents = fused.reused, fused.exact_documents
             copied = sum(tokens[permutation[place]] for place in fused.reused)
             self.fused.investment.begin(path, lease.cached_documents, fused.invested, copied)
-        self._place(path, lease, ordering)
+        self._annotate(ordering, path, lease)
         return ordering
 
     def _begin_turn(
@@ -394,7 +394,8 @@ class Scope:
         lengths = [segment.tokens for segment in (*history.segments, *asked, *history.following)]
         return self._lengths.scale(lengths) if request.estimated or Estimate in map(type, lengths) else lengths
 
-    def _place(self, path: Sequence[Node], lease: Lease, ordering: Ordering[D]) -> None:
+    def _annotate(self, ordering: Ordering[D], path: Sequence[Node], lease: Lease) -> None:
+        """Add what the engine's tiers say of a request."""
         if self.places is None:
             return
         for node in path[1 : 1 + lease.cached_documents]:

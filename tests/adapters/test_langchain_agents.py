@@ -257,7 +257,7 @@ def test_a_result_that_does_not_hold_its_documents_whole_is_sent_as_it_is(server
 def test_marks_are_in_what_is_sent_and_not_in_the_state(server: ChatServer) -> None:
     """At OpenAI, in the parts and in the body's options."""
     rules = CacheRules("mine", minimum_tokens=16, marks=4, ttl_s=1800, ttl="30m", write=1.25, read=0.1)
-    orderer = Orderer.for_cloud(rules=rules, builder=PromptBuilder(SYSTEM), clock=lambda: 0.0)
+    orderer = Orderer.for_rules(rules, builder=PromptBuilder(SYSTEM), clock=lambda: 0.0)
     agent = make_agent(server, orderer, tools=(), retriever=RETRIEVER, marks="openai", checkpointer=False)
     for _ in range(6):
         messages = ask(agent, "One|abc")

@@ -279,7 +279,7 @@ class TestMarks:
     @pytest.mark.parametrize("form", [True, "openai", "bedrock"])
     def test_marks_are_those_of_the_orderer_in_the_form_of_the_model(self, form: Any) -> None:
         builder = PromptBuilder(SYSTEM)
-        orderer = Orderer.for_cloud(rules=self.RULES, model="mine", builder=builder, clock=lambda: 0.0)
+        orderer = Orderer.for_rules(self.RULES, model="mine", builder=builder, clock=lambda: 0.0)
         details = {"cache_read": 0, "cache_creation": 0, "ephemeral_1h_input_tokens": 0}
         model = Listening(
             {"input_tokens": 500, "output_tokens": 5, "total_tokens": 505, "input_token_details": details}
@@ -310,7 +310,7 @@ class TestMarks:
         assert result["messages"][0].content == plain
 
     def test_without_them_content_is_a_text(self) -> None:
-        orderer = Orderer.for_cloud(rules=self.RULES, model="mine")
+        orderer = Orderer.for_rules(self.RULES, model="mine")
         turn = CacheOrderTurn(Listening().runnable, orderer)
         assert isinstance(turn.invoke({"input": "?", "context": documents("ab")})["messages"][0].content, str)
         (reason,) = orderer.degraded

@@ -359,7 +359,7 @@ class TestCloudOrderers:
         assert clouds.of("claude-opus-5") is None
 
     def test_wrong_settings_and_prices_are_said_at_once(self) -> None:
-        with pytest.raises(ValueError, match="host_tokens is not for clouds"):
+        with pytest.raises(ValueError, match="host_tokens is not for a cache with rules"):
             CloudOrderers(settings=Settings(host_tokens=5))
         with pytest.raises(OSError, match="absent"):
             CloudOrderers(prices="absent.toml")

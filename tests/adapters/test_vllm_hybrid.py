@@ -65,8 +65,8 @@ def test_predictions_are_what_the_engine_reports(engine: subprocess.Popen[str]) 
     system = text(SYSTEM)
     texts = {f"d{number}": text(rng.randrange(200, 900)) for number in range(12)}
     documents = [Document(name, name, tokens=len(ids)) for name, ids in texts.items()]
-    orderer = Orderer.for_cloud(
-        rules=hybrid_rules(block), prefix_tokens=SYSTEM, suffix_tokens=QUESTION, feedback=False, strict=True
+    orderer = Orderer.for_rules(
+        hybrid_rules(block), prefix_tokens=SYSTEM, suffix_tokens=QUESTION, feedback=False, strict=True
     )
     prompts, predicted = [], []
     for number in range(80):

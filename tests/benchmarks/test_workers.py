@@ -67,7 +67,7 @@ def test_retrieval_order_is_measured_once_and_each_run_finds_an_empty_cache(
     assert order[5:7] == [(1, 1, "mirror"), (1, 1, "events")]
     assert {len(line["rows"]["cached_tokens"]) for line in lines} == {7}
     assert server.resets == 10
-    assert made[0] == {"partial_blocks_first": True, "keep_first": 5}
+    assert made[0] == {"keep_first": 5}
     assert made[2]["events_endpoint"] == "ipc://events"
     assert "0 runs served" in run_suites(tmp_path, *asked, orderers="1,4")
     assert "| events | 40.0 |" in page_of(tmp_path)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.commands import run_command
 
+from ragorder import Settings
 from ragorder.cli import main
 
 pytestmark = pytest.mark.merge
@@ -76,7 +77,8 @@ class TestTheSameFile:
     def test_is_predicted_to_hit_as_much_as_it_hits_in_a_replay(
         self, tmp_path: Path, cache: str, objects: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setenv("RAGORDER_PARTIAL_BLOCKS_FIRST", "false")
+        # Like the simulated engine of a replay.
+        monkeypatch.setattr(Settings, "partial_blocks_first", False)
         path = log(tmp_path, objects=objects)
         answers = ordered(path, "--capacity-tokens", cache)
         assert sum(answer["cached_tokens"] for answer in answers) == replayed(path, cache) > 0

@@ -161,7 +161,7 @@ class TestOrders:
         _, builder, _ = make()
         end = builder.prefix_tokens + sum(map(builder.document_tokens, DOCUMENTS))
         rules = CacheRules("mine", minimum_tokens=end + missing, write=1.0)
-        orderer = Orderer.for_cloud(rules=rules, builder=builder, strict=True)
+        orderer = Orderer.for_rules(rules, builder=builder, strict=True)
         serve(orderer, DOCUMENTS)
         assert orderer.order(DOCUMENTS).cached_tokens == (0 if missing else end)
 
@@ -221,19 +221,15 @@ class TestOrders:
     @pytest.mark.parametrize(
         ("options", "said"),
         [
-            ({}, "provider and model"),
-            ({"provider": "anthropic"}, "provider and model"),
-            ({"provider": "anthropic", "rules": CacheRules("mine")}, "leave provider and ttl out"),
-            ({"ttl": "5m", "rules": CacheRules("mine")}, "leave provider and ttl out"),
-            ({"rules": CacheRules("mine"), "residency": "none"}, "residency is not for clouds"),
-            ({"rules": CacheRules("mine"), "reuse": "fused"}, "reuse is not for clouds"),
-            ({"rules": CacheRules("mine"), "host_tokens": 5}, "host_tokens is not for clouds"),
-            ({"rules": CacheRules("mine"), "events_endpoint": "tcp://h:1"}, "events_endpoint is not for clouds"),
+            ({"residency": "none"}, "residency is not for a cache with rules"),
+            ({"reuse": "fused"}, "reuse is not for a cache with rules"),
+            ({"host_tokens": 5}, "host_tokens is not for a cache with rules"),
+            ({"events_endpoint": "tcp://h:1"}, "events_endpoint is not for a cache with rules"),
         ],
     )
-    def test_what_is_not_for_clouds_is_refused(self, options: dict[str, Any], said: str) -> None:
+    def test_what_is_not_for_such_caches_is_refused(self, options: dict[str, Any], said: str) -> None:
         with pytest.raises(ValueError, match=said):
-            Orderer.for_cloud(**options)
+            Orderer.for_rules(CacheRules("mine"), **options)
 
     def test_other_orderers_have_no_marks(self) -> None:
         ordering = Orderer(strict=True).order(DOCUMENTS)
@@ -289,7 +285,7 @@ class TestReports:
     @pytest.mark.parametrize(("percent", "kept"), [(85, True), (50, False)])
     def test_reports_correct_estimated_lengths_only_if_clearly_different(self, percent: int, kept: bool) -> None:
         rules = CacheRules("mine", marks=1, lookback_parts=20, write=1.0)
-        orderer = Orderer.for_cloud(rules=rules, builder=PromptBuilder(SYSTEM), strict=True)
+        orderer = Orderer.for_rules(rules, builder=PromptBuilder(SYSTEM), strict=True)
         for documents in (DOCUMENTS[:4], DOCUMENTS):
             serve(orderer, documents)
         ordering = orderer.order(DOCUMENTS)
@@ -338,7 +334,7 @@ class TestPrices:
         assert Prices.load().of("claude-opus-5-5") is None
 
     def test_a_model_without_one_costs_tokens_alone(self) -> None:
-        cost = Orderer.for_cloud(rules=CacheRules("mine"), model="mine-1").order(DOCUMENTS).cost
+        cost = Orderer.for_rules(CacheRules("mine"), model="mine-1").order(DOCUMENTS).cost
         assert cost is not None and (cost.price, cost.money, cost.saved_money) == (None, None, None)
 
     @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from support.waiting import counted_lines
 from ragorder import Document, History, Lengths, Orderer, Ordering
 from ragorder.common.degraded import DegradedWarning
 from ragorder.eval.data.workloads import make_workload
+from ragorder.eval.engines.base import settings_of
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.scope.scopes import MAX_NODES
 from ragorder.trie.histories import Segment
@@ -802,13 +803,8 @@ class Prompts:
 
 
 def mirroring(engine: SimEngine, prefix_tokens: int, **options: Any) -> Orderer:
-    return strict(
-        capacity_tokens=engine.capacity_tokens,
-        prefix_tokens=prefix_tokens,
-        suffix_tokens=20 + engine.kept_output_tokens,
-        partial_blocks_first=False,
-        **options,
-    )
+    options |= {"prefix_tokens": prefix_tokens, "suffix_tokens": 20 + engine.kept_output_tokens}
+    return Orderer(settings_of(engine, strict=True, **options))
 
 
 class TestNeverWorseThanRetrievalOrder:

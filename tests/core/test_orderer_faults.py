@@ -278,8 +278,8 @@ EVERY_KIND: dict[str, Callable[[], Orderer]] = {
     "tiers": lambda: Orderer(capacity_tokens=1_000, host_tokens=10_000, disk_tokens=10_000, strict=True),
     "fused": lambda: Orderer(reuse="fused", strict=True),
     "events": lambda: Orderer(blocks=EngineBlocks(16), token_ids=lambda each: range(each.token_count), strict=True),
-    "cloud": lambda: Orderer.for_cloud(rules=CacheRules("mine", minimum_tokens=0, resume="marks"), strict=True),
-    "hybrid": lambda: Orderer.for_cloud(rules=HYBRID, capacity_tokens=10_000, strict=True),
+    "cloud": lambda: Orderer.for_rules(CacheRules("mine", minimum_tokens=0, resume="marks"), strict=True),
+    "hybrid": lambda: Orderer.for_rules(HYBRID, capacity_tokens=10_000, strict=True),
 }
 
 

@@ -38,7 +38,6 @@ FIELDS = {
     "invest": False,
     "residency": "none",
     "feedback": False,
-    "partial_blocks_first": False,
     "keep_first": 2,
     "keep_last": 3,
     "max_displacement": 4,

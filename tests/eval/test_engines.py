@@ -253,7 +253,6 @@ class TestVLLM:
             capacity_tokens=vllm_engine.capacity_tokens,
             block_size=vllm_engine.block_size,
             prefix_tokens=builder.prefix_tokens,
-            partial_blocks_first=True,
             strict=True,
         )
         ordered = predicted = evicted = 0

@@ -33,7 +33,7 @@ from ragorder.benchmarks.ragcache.reordering import Discipline, EmbeddedQueues
 from ragorder.cli import main as ragorder
 from ragorder.eval.data.trace import TraceRequest, trace_of_workload
 from ragorder.eval.data.workloads import make_workload
-from ragorder.eval.engines.base import EngineError, RequestError
+from ragorder.eval.engines.base import EngineError, RequestError, settings_of
 from ragorder.eval.engines.prompts import PromptIds
 from ragorder.eval.engines.torch import AsyncTorchEngine, TorchEngine, TorchModel
 from ragorder.eval.running.load import ServiceTimes
@@ -245,12 +245,7 @@ class TestOrderer:
         prompts = RandomPrompts(tiny.vocabulary)
         engine = TorchEngine(tiny, unlimited_tokens=20 * 1_300)
         orderer = Orderer(
-            tokens=prompts.document_tokens,
-            capacity_tokens=engine.capacity_tokens,
-            block_size=engine.block_size,
-            prefix_tokens=prompts.prefix_tokens,
-            partial_blocks_first=engine.partial_blocks_first,
-            strict=True,
+            settings_of(engine, prefix_tokens=prompts.prefix_tokens, strict=True), tokens=prompts.document_tokens
         )
         found = 0
         for number, ranking in enumerate(workload.rankings[:20]):

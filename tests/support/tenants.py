@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from ragorder import Document, Lengths, Orderer
+from ragorder.eval.engines.base import settings_of
 from ragorder.eval.engines.sim import Like, SimEngine
 from ragorder.scope.scopes import MAX_NODES
 from ragorder.trie.residency.blocks import EngineBlocks
@@ -77,13 +78,10 @@ class Tenants:
         self._noted: set[int] = set()
         self._untold: deque[tuple[Any, ...]] = deque()
         self._running: deque[tuple[Any, int, int, int, int]] = deque()
-        self._options = {
-            "capacity_tokens": capacity_tokens and round(told_capacity * capacity_tokens),
-            "block_size": BLOCK,
-            "prefix_tokens": PREFIX,
-            "partial_blocks_first": self.engine.partial_blocks_first,
-            "strict": True,
-        } | options
+        told: dict[str, Any] = {"prefix_tokens": PREFIX, "strict": True}
+        if capacity_tokens is not None:
+            told["capacity_tokens"] = round(told_capacity * capacity_tokens)
+        self._options: dict[str, Any] = {"settings": settings_of(self.engine, **told | options)}
         # A pool is told of the question alone, as vLLM takes room for an answer's tokens one by one; its length is
         # reported. KV events correct what was expected.
         self._suffix_tokens = QUESTION if tell_every is None else QUESTION + ANSWER - 1

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from support.inside import blocks_in, contents_in, scopes_of, watchers_of
 from support.rings import examples, grid
 
-from ragorder import Document, Lengths, Orderer
+from ragorder import Document, Lengths, Orderer, Settings
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer
+from ragorder.eval.engines.base import settings_of
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.scope.scopes import MAX_NODES
 from ragorder.trie.residency.blocks import EngineBlocks
@@ -38,10 +39,13 @@ def make_documents(lengths: Sequence[int]) -> list[Document]:
     return [Document(str(number), "", tokens=length) for number, length in enumerate(lengths)]
 
 
-def hearing(blocks: EngineBlocks, *, prefix_ids: Sequence[int] = SYSTEM, **options: Any) -> Orderer:
+def hearing(
+    blocks: EngineBlocks, engine: SimEngine | None = None, *, prefix_ids: Sequence[int] = SYSTEM, **options: Any
+) -> Orderer:
     """An orderer that hears of an engine's blocks."""
-    told = {"token_ids": token_ids, "prefix_ids": prefix_ids, "prefix_tokens": len(prefix_ids), "blocks": blocks}
-    return Orderer(**told, block_size=BLOCK, strict=True, **options)  # type: ignore[arg-type]
+    options = {"block_size": BLOCK, "prefix_tokens": len(prefix_ids), "strict": True} | options
+    settings = Settings(**options) if engine is None else settings_of(engine, **options)
+    return Orderer(settings, token_ids=token_ids, prefix_ids=prefix_ids, blocks=blocks)
 
 
 class TellingEngine:
@@ -107,8 +111,7 @@ class Live:
     def make_orderer(self, *, max_nodes: int = MAX_NODES, **options: Any) -> Orderer:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("ragorder.scope.scopes.MAX_NODES", max_nodes)
-            sized = {"capacity_tokens": self.engine.sim.capacity_tokens, "partial_blocks_first": False}
-            return hearing(self.blocks, **sized | options)
+            return hearing(self.blocks, self.engine.sim, **options)
 
     @property
     def residency(self) -> EventsResidency:
@@ -405,14 +408,8 @@ class TestSilence:
         self, lengths: list[int], capacity_blocks: int, steps: list[tuple[str, Any]], feedback: bool
     ) -> None:
         silent, mirrored = (Live(lengths, capacity_blocks, feedback=feedback) for _ in range(2))
-        mirrored.orderer = Orderer(
-            capacity_tokens=capacity_blocks * BLOCK,
-            block_size=BLOCK,
-            prefix_tokens=len(SYSTEM),
-            partial_blocks_first=False,
-            feedback=feedback,
-            strict=True,
-        )
+        options = {"prefix_tokens": len(SYSTEM), "feedback": feedback, "strict": True}
+        mirrored.orderer = Orderer(settings_of(mirrored.engine.sim, **options))
         for step, value in steps:
             if step not in ("tell", "clear"):
                 step = "begin" if step == "serve" else step

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from msgspec import Raw
 
 from ragorder.adapters.proxy.bodies.body import BOUNDARY, Fields, Route, decode, encode
-from ragorder.orderer import OrdererLike
+from ragorder.protocols import OrdererLike
 
 if TYPE_CHECKING:
     from ragorder.adapters.cloud_orderers import CloudOrderers, ModelOrderer

@@ -14,7 +14,7 @@ from ragorder.adapters.proxy.bodies.marks import Left, MarkForm
 from ragorder.adapters.proxy.bodies.schema import FIELD
 from ragorder.adapters.request_facts import checked_salt
 from ragorder.document import Document
-from ragorder.orderer import OrdererLike
+from ragorder.protocols import OrdererLike
 from ragorder.trie.histories import Segment
 
 

@@ -139,7 +139,7 @@ class EngineOrder(CloudPolicy):
 
 
 class ForCloud(CloudPolicy):
-    """`Orderer.for_cloud`."""
+    """`Orderer.for_rules`."""
 
     def orderer(self, clock: Callable[[], float], suffix_tokens: int) -> Orderer:
         return make_orderer(self.rules, self.builder, clock, suffix_tokens)
@@ -174,8 +174,8 @@ POLICIES: Mapping[str, Callable[..., CloudPolicy]] = {
 
 
 def make_orderer(rules: CacheRules, builder: PromptBuilder, clock: Callable[[], float], suffix_tokens: int) -> Orderer:
-    """`Orderer.for_cloud`, for all requests or conversations of a run."""
-    return Orderer.for_cloud(rules=rules, builder=builder, clock=clock, suffix_tokens=suffix_tokens, strict=True)
+    """`Orderer.for_rules`, for all requests or conversations of a run."""
+    return Orderer.for_rules(rules, builder=builder, clock=clock, suffix_tokens=suffix_tokens, strict=True)
 
 
 class CloudChat(ABC):

@@ -7,10 +7,12 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
+from ragorder.errors import RagorderError
+
 T = TypeVar("T")
 
 
-class DeadlockError(RuntimeError):
+class DeadlockError(RagorderError, RuntimeError):
     """Every task waits, and no timer is set."""
 
 

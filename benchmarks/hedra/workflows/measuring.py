@@ -242,7 +242,6 @@ def ordered_prompts(
         prefix_tokens=builder.prefix_tokens,
         capacity_tokens=capacity_tokens,
         block_size=cache.block_size,
-        partial_blocks_first=cache.partial_blocks_first,
     )
     return WorkflowPrompts(OrderedPrompts(orderer, builder, "token_ids", learn=learn))
 

@@ -40,7 +40,6 @@ class LiveEngine(Protocol):
 
     name: str
     block_size: int
-    partial_blocks_first: bool
     vocabulary: int
     token_budget: int
     forced: Mapping[str, Any]
@@ -54,7 +53,6 @@ class LiveTorch:
 
     name = "torch"
     block_size = 16
-    partial_blocks_first = TorchEngine.partial_blocks_first
     token_budget = _TOKEN_BUDGET
     forced: Mapping[str, Any] = {"ignore_eos": True}
 
@@ -76,7 +74,6 @@ class LiveVLLM:
     """A running vLLM server, through its API."""
 
     name = "vllm"
-    partial_blocks_first = True
     token_budget = 8192
     forced: Mapping[str, Any] = {"extra_body": {"ignore_eos": True}}
 

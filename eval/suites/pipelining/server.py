@@ -14,9 +14,10 @@ from ragorder.common.extras import needs
 from ragorder.document import Document
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.openai import OpenAIEngine, find_model
-from ragorder.orderer import Orderer, OrdererLike
+from ragorder.orderer import Orderer
 from ragorder.pipelining import Pipeline, Retrieval
 from ragorder.prompt import PromptBuilder
+from ragorder.protocols import OrdererLike
 
 _TIMEOUT_S = 600.0
 # As in `OpenAIEngine`: shorter than the server's, so that no request meets a closing connection.
@@ -110,7 +111,6 @@ class MeasuredServer:
             block_size=self.facts.block_size,
             prefix_tokens=builder.prefix_tokens,
             tokens=builder.document_tokens,
-            partial_blocks_first=True,
             **settings,
         )
 

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from ragorder import Lengths
 from ragorder.document import Document
+from ragorder.errors import RagorderError
 from ragorder.eval.engines.base import Cache, RequestError
 from ragorder.eval.engines.prompts import BuiltPrompts, PromptIds
 from ragorder.eval.running.policies import ORDERERS, POLICIES, Policy, make_orderer, make_policy, parse_guards
@@ -40,7 +41,7 @@ _FUSED = f"+{FUSED}="
 _LEAST_GAP = 1.0
 
 
-class QualityError(ValueError):
+class QualityError(RagorderError, ValueError):
     """Quality cannot be measured. The message says what to change."""
 
 
