@@ -75,7 +75,7 @@ def _place(
     sizes = weights.sizes(
         slot=slot,
         block_tokens=settings.block_size,
-        rows=settings.max_requests if {"max_requests", "device_tokens"} & given else None,
+        rows=settings.max_requests,
         longest=settings.max_model_len or longest_exact_length(model),
         staging=STAGES * max(slot, *weights.layers) if gpu else 0,
     )
@@ -99,7 +99,8 @@ def _place(
         step_tokens=settings.max_batch_tokens,
     )
     placed = plan_placement(budgets, costs, backlog=settings.max_requests, held=held)
-    return replace(placed, batch=min(settings.max_requests, placed.step_tokens)) if "max_requests" in given else placed
+    # Requests shorter than planned ones run in larger batches.
+    return replace(placed, batch=min(settings.max_requests, placed.step_tokens))
 
 
 class StreamedMemory:

@@ -19,7 +19,7 @@ from support.rings import grid
 from ragorder.adapters.doctor.memory import choose_budgets, estimated_costs
 from ragorder.cli import main
 from ragorder.cli.engine import engine as engine_command
-from ragorder.pipelining.placement.base import ModelSizes
+from ragorder.pipelining.placement.base import ModelSizes, Placement
 from ragorder.pipelining.placement.budgets import Budgets
 from ragorder.pipelining.placement.plan import plan_placement
 from ragorder.pipelining.placement.profile import GenerationSample, PlacementProfile
@@ -116,17 +116,15 @@ class TestServing:
         pytest.importorskip("transformers")
         return make_model(tmp_path_factory.mktemp("models") / "model", layers=24, hidden=64)
 
-    def check_placed(self, words: Sequence[str], planned: dict[str, Any]) -> None:
-        """As planned is an engine that the command starts with these words."""
+    def placed(self, words: Sequence[str]) -> Placement:
+        """Return the placement of an engine that the command starts with these words."""
         from ragorder.kernels.engine import EngineSettings, TieredEngine
 
         options = engine_command.make_context("engine", list(words)).params
         chosen = {name: options[name] for name in EngineSettings.model_fields if options.get(name) is not None}
         settings = EngineSettings(**chosen | {"profile": None, "verify": False})
         with TieredEngine.load(options["model"], settings) as engine:
-            placed = engine.placement
-        assert asdict(placed) == {name: planned[name] for name in asdict(placed)}
-        assert placed.kv_host_share == planned["kv_host_share"]
+            return engine.placement
 
     @pytest.mark.parametrize(
         ("device", "host"),
@@ -142,13 +140,15 @@ class TestServing:
         assert found["budgets"]["unified"] == (device is None)
         assert found["command"][:4] == ["ragorder", "engine", "--model", str(folder)]
         assert (found["placement"]["kv_host_layers"] > 0) == (host == "12MiB")
-        self.check_placed(found["command"][2:], found["placement"])
+        placed, planned = self.placed(found["command"][2:]), found["placement"]
+        assert asdict(placed) == {name: planned[name] for name in asdict(placed)}
+        assert placed.kv_host_share == planned["kv_host_share"]
 
     @pytest.mark.parametrize(
         ("device", "host", "more"),
         grid([("60MiB", "8MiB", ()), ("12MiB", "60MiB", ()), ("34MiB", "0", ("--max-model-len", "500"))], few=2),
     )
-    def test_by_budgets_alone_is_placed_as_planned(
+    def test_by_budgets_alone_is_placed_as_planned_with_room_for_more_requests(
         self, device: str, host: str, more: Sequence[str], folder: Path
     ) -> None:
         options = ("--model", folder, "--device-bytes", device, "--host-bytes", host)
@@ -157,7 +157,12 @@ class TestServing:
         found = reported(*options, *tokens)
         assert sum(found["workload"][name] for name in ("prompt_tokens", "answer_tokens")) == (500 if more else 2048)
         assert (found["placement"]["kv_host_layers"] > 0) == (device == "12MiB")
-        self.check_placed([*map(str, options), *more], found["placement"])
+        placed, planned = self.placed([*map(str, options), *more]), found["placement"]
+        same = ("weights", "kv_host_layers", "step_tokens", "slots")
+        assert {name: asdict(placed)[name] for name in same} == {name: planned[name] for name in same}
+        # The logits of more requests take what was left, or of the KV.
+        assert placed.batch == 64 >= planned["batch"]
+        assert 0.9 * planned["kv"]["device"] < placed.kv.device <= planned["kv"]["device"]
 
     def test_by_options_that_are_given_has_them(self, folder: Path) -> None:
         from ragorder.kernels.engine import EngineSettings, TieredEngine
