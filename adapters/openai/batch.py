@@ -23,7 +23,7 @@ BatchRequest = tuple[str, Sequence[Document]] | tuple[str, Sequence[Document], H
 BatchOutcome = tuple[int, Answer | Exception]
 
 # Number of waiting requests that an ordering considers.
-_FORESEEN = 8
+_UPCOMING = 8
 
 
 class _QueuedRequest(NamedTuple):
@@ -67,9 +67,9 @@ class BatchBacklog:
             if not self._queue:
                 return None
             taken = self._queue.take().item
-            foreseen = self._queue.upcoming(_FORESEEN)
+            upcoming = self._queue.upcoming(_UPCOMING)
         # Tenants must not influence each other.
-        waiting = [each.documents for each in foreseen if each.scope == taken.scope]
+        waiting = [each.documents for each in upcoming if each.scope == taken.scope]
         try:
             question = taken.query, taken.documents, taken.scope
             return taken.number, Call(self._setup, *question, waiting, self._options, hands_out=False)

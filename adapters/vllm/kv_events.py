@@ -14,7 +14,7 @@ from threading import Event, Thread
 from typing import Any, NamedTuple, Self
 
 from ragorder.common.extras import needs
-from ragorder.trie.residency import Place
+from ragorder.trie.residency import TierLevel
 from ragorder.trie.residency.blocks import EngineBlocks
 
 __all__ = ["LARGEST_MESSAGE_BYTES", "EventCounters", "KVEventSubscriber"]
@@ -28,14 +28,14 @@ _FIELDS = {
     "AllBlocksCleared": (),
 }
 # Names of vLLM and SGLang; other media count as the device.
-_PLACES: dict[Any, Place] = {
-    "GPU": Place.DEVICE,
-    "CPU": Place.HOST,
-    "CPU_PINNED": Place.HOST,
-    "STORAGE": Place.DISK,
-    "DISK": Place.DISK,
+_PLACES: dict[Any, TierLevel] = {
+    "GPU": TierLevel.DEVICE,
+    "CPU": TierLevel.HOST,
+    "CPU_PINNED": TierLevel.HOST,
+    "STORAGE": TierLevel.DISK,
+    "DISK": TierLevel.DISK,
 }
-_BELOW = (Place.HOST, Place.DISK)
+_BELOW = (TierLevel.HOST, TierLevel.DISK)
 _logger = logging.getLogger("ragorder")
 _POLL_MS = 100
 _REPLAY_TIMEOUT_S = 5.0

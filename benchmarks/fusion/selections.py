@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from ragorder.kernels.fusion.selection import Measurements, Needs, top
 
@@ -17,7 +17,7 @@ class DocumentHeads:
     """The first tokens of each document, the same number of each (EPIC). Unused shares of short documents go to the
     others."""
 
-    needs: ClassVar[Needs] = "nothing"
+    needs: Needs = "nothing"
 
     def choose(self, measurements: Measurements, budget: int) -> Tensor:
         begins = measurements.reused.new_tensor([begin for begin, _ in measurements.spans])
@@ -29,7 +29,7 @@ class DocumentHeads:
 class RandomTokens:
     """Random tokens, the same for documents at the same positions. A larger budget adds to those of a smaller one."""
 
-    needs: ClassVar[Needs] = "nothing"
+    needs: Needs = "nothing"
 
     def choose(self, measurements: Measurements, budget: int) -> Tensor:
         places = list(range(len(measurements.reused)))

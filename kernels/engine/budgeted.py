@@ -34,7 +34,7 @@ from ragorder.kernels.offload.checkpoint import Checkpoint, CheckpointError, Lay
 from ragorder.kernels.offload.layout import CheckpointMap
 from ragorder.kernels.offload.model_memory import ModelMemory, decoder_layers, skeleton
 from ragorder.kernels.offload.moves import LayerMove
-from ragorder.kernels.offload.residency import Place, Residency
+from ragorder.kernels.offload.residency import LayerTiers
 from ragorder.kernels.offload.store import LayerStore, Source
 from ragorder.kernels.offload.stream import LayerStreamer
 from ragorder.kernels.paging import KVShape, OutOfBlocksError
@@ -43,6 +43,7 @@ from ragorder.pipelining.placement.budgets import Budgets
 from ragorder.pipelining.placement.costs import EstimatedCosts, Rates
 from ragorder.pipelining.placement.fit import STAGES, place_pool
 from ragorder.pipelining.placement.plan import plan_placement
+from ragorder.trie.residency.base import TierLevel
 
 _logger = logging.getLogger("ragorder.kernels.engine")
 
@@ -130,7 +131,7 @@ class StreamedMemory:
     def make_cache(self, make: Callable[[int, int, abc.Sequence[int]], KnowledgeCache]) -> KnowledgeCache:
         blocks, host_bytes = self._blocks, self.settings.host_bytes
         layers, kv_in_host = len(self.weights.layers), self.placement.kv_host_layers
-        in_host = Residency.spread(layers, layers - kv_in_host, kv_in_host).in_host
+        in_host = LayerTiers.spread(layers, layers - kv_in_host, kv_in_host).in_host
         while True:
             try:
                 return make(blocks, host_bytes, in_host)
@@ -150,11 +151,11 @@ class StreamedMemory:
         if placed.slots:
             streamer.resize(placed.slots)
         weights = placed.weights
-        reached = streamer.move(Residency.spread(weights.total, weights.device, weights.host))
-        if reached.count(Place.DEVICE) < weights.device:
+        reached = streamer.move(LayerTiers.spread(weights.total, weights.device, weights.host))
+        if reached.count(TierLevel.DEVICE) < weights.device:
             _logger.warning(
                 "only %d of the %d layers within the budget fit into memory: the others stream",
-                reached.count(Place.DEVICE),
+                reached.count(TierLevel.DEVICE),
                 weights.device,
             )
         elif placed.slots:
@@ -255,20 +256,20 @@ class MemoryPressure:
         return True
 
     @property
-    def residency(self) -> Residency:
+    def residency(self) -> LayerTiers:
         """The layers' tiers now. Raises ValueError without a streamer."""
         if self._streamer is None:
             raise ValueError(_WHOLE)
         return self._streamer.residency
 
-    def begin_move(self, residency: Residency) -> None:
+    def begin_move(self, residency: LayerTiers) -> None:
         """Begin to move layers; after a shortage they return there. Raises ValueError without a streamer."""
         if self._streamer is None:
             raise ValueError(_WHOLE)
         self._streamer.begin_move(residency)
         self._residency = self._streamer.residency
 
-    def next_move(self, residency: Residency) -> LayerMove | None:
+    def next_move(self, residency: LayerTiers) -> LayerMove | None:
         """Return `LayerStreamer.next_move`. Raises MemoryError if a shortage has ended the move."""
         assert self._streamer is not None
         if not self._streamer.moves_to(residency):
@@ -286,14 +287,14 @@ class MemoryPressure:
         """Return the layers whose KV must move for `in_host` layers' KV in host memory, and whether it leaves the
         device."""
         layers, now = self._cache.shape.layers, self._cache.layers_in_host
-        wanted = Residency.of_host(layers, now).with_counts(layers - in_host, in_host).in_host
+        wanted = LayerTiers.of_host(layers, now).with_counts(layers - in_host, in_host).in_host
         return sorted({*now} ^ {*wanted}), in_host > len(now)
 
     def move_kv(self, layer: int) -> None:
         """Move a layer's KV to the other place between two steps. Raises MemoryError."""
         self._cache.move_layer(layer, to_host=layer not in self._cache.layers_in_host)
 
-    def begin_place(self, placement: Placement, residency: Residency, unfinished: Collection[Sequence]) -> None:
+    def begin_place(self, placement: Placement, residency: LayerTiers, unfinished: Collection[Sequence]) -> None:
         """Reduce what becomes smaller, and begin to move layers. Raises OutOfBlocksError, changing nothing, if requests
         need the KV that the placement takes."""
         assert self._streamer is not None

@@ -38,7 +38,7 @@ from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.models.loading import load_model, load_tokenizer
 from ragorder.kernels.models.model import PatchedModel, cache_maker, device_blocks
 from ragorder.kernels.models.prefill_times import engine_profile
-from ragorder.kernels.offload.residency import Residency
+from ragorder.kernels.offload.residency import LayerTiers
 from ragorder.kernels.paging import OutOfBlocksError
 from ragorder.kernels.preprocessing.fit import BuildFit
 from ragorder.pipelining.placement.base import Placement, Spread
@@ -286,7 +286,7 @@ class TieredEngine:
             most = max(self._validator.device_tokens, self.device_tokens)
             self._validator = replace(self._validator, device_tokens=most)
 
-    def move_layers(self, residency: Residency) -> Residency:
+    def move_layers(self, residency: LayerTiers) -> LayerTiers:
         """Move decoder layers as `place` does. Return the reached residency. Raises LayerReadError."""
         return self._moves.move(residency)
 

@@ -10,7 +10,7 @@ from ragorder.kernels.engine.budgeted import MemoryPressure
 from ragorder.kernels.engine.fair_lock import FairLock
 from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.offload.checkpoint import LayerReadError
-from ragorder.kernels.offload.residency import Residency
+from ragorder.kernels.offload.residency import LayerTiers
 from ragorder.kernels.paging import OutOfBlocksError
 from ragorder.pipelining.placement.base import Placement
 
@@ -33,7 +33,7 @@ class Moves:
         # Taken before the other lock.
         self._moving = Lock()
 
-    def move(self, residency: Residency) -> Residency:
+    def move(self, residency: LayerTiers) -> LayerTiers:
         with self._moving:
             with self._lock:
                 self._ready()
@@ -62,7 +62,7 @@ class Moves:
                     self._memory.finish_place(was, self._unfinished())
                 raise
 
-    def _place(self, placement: Placement, residency: Residency) -> None:
+    def _place(self, placement: Placement, residency: LayerTiers) -> None:
         with self._lock:
             self._ready()
             self._memory.begin_place(placement, residency, self._unfinished())
@@ -73,7 +73,7 @@ class Moves:
             self._ready()
             self._memory.finish_place(placement, self._unfinished())
 
-    def _carry(self, residency: Residency, *, kv_before: Iterable[int] = (), kv_after: Iterable[int] = ()) -> None:
+    def _carry(self, residency: LayerTiers, *, kv_before: Iterable[int] = (), kv_after: Iterable[int] = ()) -> None:
         try:
             self._carry_kv(kv_before)
             while True:

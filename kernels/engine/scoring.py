@@ -16,7 +16,7 @@ from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.fusion.selection import Measurements, Needs
 from ragorder.kernels.models.attention import AttentionCall
 from ragorder.kernels.models.batch import Forward, ForwardEnded, PackedStep, Piece, pack
-from ragorder.kernels.paging import BlockPool, Gathered, Places
+from ragorder.kernels.paging import BlockPool, Gathered, KVPositions
 
 
 def attended(forward: Forward, pool: BlockPool, piece: Piece) -> Tensor:
@@ -106,7 +106,7 @@ class Question:
         return Question(queries, turn.apply(self.keys, last), start)
 
     def attention(
-        self, pool: BlockPool, table: Tensor, held: Tensor | None = None, places: Places | None = None
+        self, pool: BlockPool, table: Tensor, held: Tensor | None = None, places: KVPositions | None = None
     ) -> Tensor:
         """Return fp32 (start,): attention to earlier tokens, with keys in the blocks `table` (int64), or at `places`.
         Softmax over `held` tokens (bool (start,)) and the question, summed over its tokens, mean over heads."""
@@ -171,7 +171,7 @@ class ScoringInput:
     spans: tuple[Span, ...]
     question: Span
     asked: Question | None = None
-    places: Places | None = None
+    places: KVPositions | None = None
 
     def held(self, device: torch.device | str) -> Tensor:
         held = torch.zeros(self.question[0], dtype=torch.bool)

@@ -16,7 +16,7 @@ from ragorder.kernels.engine.detokenize import TextStream
 from ragorder.kernels.engine.request import Completion, Fault, FinishReason, Request, TokenLogprobs, Update
 from ragorder.kernels.fusion.assemble import Layout, Rows
 from ragorder.kernels.fusion.selection import Fusion
-from ragorder.kernels.paging import Places
+from ragorder.kernels.paging import KVPositions
 from ragorder.trie.policies import Key
 
 Positions = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -209,7 +209,7 @@ class Sequence:
         """Tokens that need own blocks."""
         return len(self.tokens) if self.layout is None else self.layout.room(len(self.tokens))
 
-    def places(self, tokens: int, block_size: int) -> Places | None:
+    def places(self, tokens: int, block_size: int) -> KVPositions | None:
         """Return where the first tokens' KV is, or None if in the block table."""
         if self.layout is None or self.lease is None:
             return None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ragorder.kernels.fusion.rotation import Rotation
-from ragorder.kernels.paging import BlockPool, KVShape, Places
+from ragorder.kernels.paging import BlockPool, KVPositions, KVShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Layout:
         self._slots[new] = self._used + np.arange(len(new))
         self._used += len(new)
 
-    def places(self, tokens: int, table: Sequence[int], shared: Sequence[Rows], block_size: int) -> Places:
+    def places(self, tokens: int, table: Sequence[int], shared: Sequence[Rows], block_size: int) -> KVPositions:
         if tokens > len(self._slots):
             following = np.arange(self._used, self.room(tokens))
             self._slots, self._used = np.concatenate((self._slots, following)), self.room(tokens)
@@ -61,7 +61,7 @@ class Layout:
             at = rows.target + np.flatnonzero(slots[rows.target : rows.target + rows.tokens] < 0)
             source = origins[at] = at + (rows.source - rows.target)
             blocks[at] = np.asarray(rows.blocks)[source // block_size - rows.source // block_size]
-        return Places(blocks, np.where(origins < 0, slots, origins) % block_size, origins, self._rotation)
+        return KVPositions(blocks, np.where(origins < 0, slots, origins) % block_size, origins, self._rotation)
 
 
 def read_rows(pool: BlockPool, table: Sequence[int], begin: int, end: int) -> Tensor:

@@ -29,7 +29,8 @@ class Measurements:
 class Selection(Protocol):
     """Which reused tokens are recomputed (FusionRAG 3.2)."""
 
-    needs: Needs
+    @property
+    def needs(self) -> Needs: ...
 
     def choose(self, measurements: Measurements, budget: int) -> Tensor:
         """Return positions int64, ascending: at most `budget` of `measurements.reused`."""

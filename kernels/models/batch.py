@@ -17,7 +17,7 @@ from ragorder.kernels.attention.batch import to_device
 from ragorder.kernels.attention.runs import Runs
 from ragorder.kernels.models.attention import STEP, PagedStep, ScatteredRows, StepAttention
 from ragorder.kernels.offload.stream import LayerStreamer
-from ragorder.kernels.paging import BlockPool, Gathered, Places, StepBlocks
+from ragorder.kernels.paging import BlockPool, Gathered, KVPositions, StepBlocks
 
 _Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -32,7 +32,7 @@ class Piece:
     table: Sequence[int] | _Ints
     wants_logits: bool
     positions: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]] | None = None
-    places: Places | None = None
+    places: KVPositions | None = None
 
     @property
     def scattered(self) -> bool:
@@ -51,7 +51,7 @@ class Piece:
 
     def gather(self, pool: BlockPool, tokens: int) -> Gathered:
         """Return the first `tokens` positions' KV."""
-        places = self.places or Places.of(self.table, tokens, pool.shape.block_size)
+        places = self.places or KVPositions.of(self.table, tokens, pool.shape.block_size)
         return Gathered(pool, [places], [tokens])
 
 
@@ -98,7 +98,9 @@ def pack(pieces: Sequence[Piece], pool: BlockPool) -> PackedStep:
     moved = _step_blocks(packed, tables, long[2 * total : 3 * total], pool) if pool.copied else None
     if adjacent == len(packed):
         return PackedStep(token_ids, positions_, kept, PagedStep(pool, batch, to, blocks=moved))
-    places = [piece.places or Places.of(piece.table, piece.context, shape.block_size) for piece in packed[adjacent:]]
+    places = [
+        piece.places or KVPositions.of(piece.table, piece.context, shape.block_size) for piece in packed[adjacent:]
+    ]
     rows = [each.rows(pool)[:context] for each, context in zip(places, contexts[adjacent:], strict=True)]
     moves = [each.moves[:context] for each, context in zip(places, contexts[adjacent:], strict=True)]
     turning = next((each.turning for each in places if each.turning is not None), None)

@@ -10,7 +10,7 @@ with needs("torch", "streaming weights"):
 
 from ragorder.kernels.offload.checkpoint import Checkpoint, CheckpointError, LayerReadError
 from ragorder.kernels.offload.model_memory import ModelMemory
-from ragorder.kernels.offload.residency import Place, Residency
+from ragorder.kernels.offload.residency import LayerTiers
 from ragorder.kernels.offload.store import LayerStore
 from ragorder.kernels.offload.stream import LayerStreamer, StreamStats
 
@@ -20,8 +20,7 @@ __all__ = [
     "LayerReadError",
     "LayerStore",
     "LayerStreamer",
+    "LayerTiers",
     "ModelMemory",
-    "Place",
-    "Residency",
     "StreamStats",
 ]

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from enum import Enum
 from typing import Self
 
-
-class Place(Enum):
-    DEVICE = "device"
-    HOST = "host"
-    DISK = "disk"
+from ragorder.trie.residency.base import TierLevel
 
 
 @dataclass(frozen=True, slots=True)
-class Residency:
+class LayerTiers:
     """The tier of each layer's weights between steps. Layers off the device are streamed."""
 
-    places: tuple[Place, ...]
+    places: tuple[TierLevel, ...]
 
     @classmethod
     def spread(cls, layers: int, device: int, host: int = 0) -> Self:
         """Space `device` and `host` layers evenly: the stream has time while resident ones are computed."""
-        return cls((Place.DISK,) * layers).with_counts(device, host)
+        return cls((TierLevel.DISK,) * layers).with_counts(device, host)
 
     def with_counts(self, device: int, host: int) -> Self:
         """Return the residency with these numbers that reads the fewest layers, at even distances."""
@@ -31,43 +26,43 @@ class Residency:
             raise ValueError(f"{device} layers on the device and {host} in the host exceed {len(self)} layers")
         places = list(self.places)
 
-        def at(place: Place) -> list[int]:
+        def at(place: TierLevel) -> list[int]:
             return [layer for layer, now in enumerate(places) if now is place]
 
-        def put(layers: list[int], count: int, place: Place) -> None:
+        def put(layers: list[int], count: int, place: TierLevel) -> None:
             for layer in _evenly(layers, count):
                 places[layer] = place
 
-        left = max(0, len(at(Place.DEVICE)) - device)
+        left = max(0, len(at(TierLevel.DEVICE)) - device)
         # What leaves the device is copied to the host, and not read, as long as there is room.
-        to_host = min(left, max(0, host - len(at(Place.HOST))))
-        leaving = _evenly(at(Place.DEVICE), left)
+        to_host = min(left, max(0, host - len(at(TierLevel.HOST))))
+        leaving = _evenly(at(TierLevel.DEVICE), left)
         for number, layer in enumerate(leaving):
-            places[layer] = Place.HOST if number < to_host else Place.DISK
-        missing = max(0, device - len(at(Place.DEVICE)))
-        from_host = min(missing, max(0, len(at(Place.HOST)) - host))
-        put(at(Place.HOST), from_host, Place.DEVICE)
-        put(at(Place.DISK), missing - from_host, Place.DEVICE)
-        put(at(Place.HOST), max(0, len(at(Place.HOST)) - host), Place.DISK)
-        put(at(Place.DISK), max(0, host - len(at(Place.HOST))), Place.HOST)
+            places[layer] = TierLevel.HOST if number < to_host else TierLevel.DISK
+        missing = max(0, device - len(at(TierLevel.DEVICE)))
+        from_host = min(missing, max(0, len(at(TierLevel.HOST)) - host))
+        put(at(TierLevel.HOST), from_host, TierLevel.DEVICE)
+        put(at(TierLevel.DISK), missing - from_host, TierLevel.DEVICE)
+        put(at(TierLevel.HOST), max(0, len(at(TierLevel.HOST)) - host), TierLevel.DISK)
+        put(at(TierLevel.DISK), max(0, host - len(at(TierLevel.HOST))), TierLevel.HOST)
         return type(self)(tuple(places))
 
     @classmethod
     def of_host(cls, layers: int, in_host: Collection[int]) -> Self:
         """Put these layers in host memory, the others on the device."""
-        return cls(tuple(Place.HOST if layer in in_host else Place.DEVICE for layer in range(layers)))
+        return cls(tuple(TierLevel.HOST if layer in in_host else TierLevel.DEVICE for layer in range(layers)))
 
     @property
     def in_host(self) -> tuple[int, ...]:
-        return tuple(layer for layer, place in enumerate(self.places) if place is Place.HOST)
+        return tuple(layer for layer, place in enumerate(self.places) if place is TierLevel.HOST)
 
-    def __getitem__(self, layer: int) -> Place:
+    def __getitem__(self, layer: int) -> TierLevel:
         return self.places[layer]
 
     def __len__(self) -> int:
         return len(self.places)
 
-    def count(self, place: Place) -> int:
+    def count(self, place: TierLevel) -> int:
         return self.places.count(place)
 
 

@@ -14,14 +14,15 @@ import torch
 from ragorder.kernels.offload.checkpoint import LayerReadError
 from ragorder.kernels.offload.feeder import Feeder, LayerBuffer, allocate
 from ragorder.kernels.offload.moves import LayerMove
-from ragorder.kernels.offload.residency import Place, Residency
+from ragorder.kernels.offload.residency import LayerTiers
 from ragorder.kernels.offload.ring import LayerRing, Slot
 from ragorder.kernels.offload.store import LayerStore
+from ragorder.trie.residency.base import TierLevel
 
 # Small steps in a row before slots are added: a prefill between decoding steps does not reallocate them.
 _CALM_STEPS = 4
 # From the scarcest memory to the most plentiful.
-_ORDER = (Place.DEVICE, Place.HOST, Place.DISK)
+_ORDER = (TierLevel.DEVICE, TierLevel.HOST, TierLevel.DISK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class LayerStreamer:
         self.room: Callable[[int], int] | None = None
         self.store = store
         self.device = device
-        self.residency = Residency((Place.DISK,) * len(store))
+        self.residency = LayerTiers((TierLevel.DISK,) * len(store))
         self._gpu = device.type == "cuda"
         self.in_place = not self._gpu
         self._targets = [_targets(layer, store, place) for place, layer in enumerate(layers)]
@@ -74,7 +75,7 @@ class LayerStreamer:
         self._short = False
         self._taken: tuple[int, Slot] | None = None
         # Where layers move to, those that have not begun, and the one that is read.
-        self._target: Residency | None = None
+        self._target: LayerTiers | None = None
         self._pending: deque[int] = deque()
         self._move: LayerMove | None = None
         self._moved = self._unmoved = 0
@@ -108,7 +109,7 @@ class LayerStreamer:
     @property
     def stats(self) -> StreamStats:
         ring, count = self._ring, self.residency.count
-        places = (count(Place.DEVICE), count(Place.HOST), count(Place.DISK))
+        places = (count(TierLevel.DEVICE), count(TierLevel.HOST), count(TierLevel.DISK))
         moves = (self._moved, self._unmoved, len(self._pending) + (self._move is not None))
         return StreamStats(ring.hits, ring.waits, ring.waits_s, self._feeder.bytes, len(ring), *places, *moves)
 
@@ -130,7 +131,7 @@ class LayerStreamer:
         self._keep_slots(slots)
         return self._least
 
-    def move(self, residency: Residency) -> Residency:
+    def move(self, residency: LayerTiers) -> LayerTiers:
         """Move layers now. Return the reached residency: layers that do not fit stay or go to disk. Raises
         LayerReadError; an unreadable layer stays."""
         self.begin_move(residency)
@@ -138,7 +139,7 @@ class LayerStreamer:
             move.read()
         return self.residency
 
-    def begin_move(self, residency: Residency) -> None:
+    def begin_move(self, residency: LayerTiers) -> None:
         """Begin to move layers between two steps: evict now, and leave others to `next_move`. A running move ends where
         it is."""
         if len(residency) != len(self.store):
@@ -151,17 +152,17 @@ class LayerStreamer:
             self._set_slots(min(self._least, len(self._ring)))
         moves = [layer for layer, place in enumerate(self.residency.places) if residency[layer] is not place]
         for layer in sorted(moves, key=lambda layer: _ORDER.index(residency[layer]), reverse=True):
-            if residency[layer] is Place.DISK:
+            if residency[layer] is TierLevel.DISK:
                 self._forget(layer)
-                self._settle(layer, Place.DISK)
-            elif self.in_place and self.residency[layer] is not Place.DISK:
+                self._settle(layer, TierLevel.DISK)
+            elif self.in_place and self.residency[layer] is not TierLevel.DISK:
                 # Host memory is the device's memory.
                 self._settle(layer, residency[layer])
             else:
                 self._pending.append(layer)
         self._make_ring()
 
-    def next_move(self, residency: Residency) -> LayerMove | None:
+    def next_move(self, residency: LayerTiers) -> LayerMove | None:
         """Take the layer read last, between two steps, and return the next, which is streamed until taken; None once
         all have moved, or another move has begun. Raises LayerReadError, which ends the move."""
         if self._target is not residency:
@@ -186,7 +187,7 @@ class LayerStreamer:
             self._target = None
         return self._move
 
-    def moves_to(self, residency: Residency) -> bool:
+    def moves_to(self, residency: LayerTiers) -> bool:
         return self._target is residency
 
     def end_move(self) -> None:
@@ -206,19 +207,19 @@ class LayerStreamer:
         self._set_slots(min(self._least, before))
         if len(self._ring) < before:
             return True
-        kept = [layer for layer, place in enumerate(self.residency.places) if place is not Place.DISK]
+        kept = [layer for layer, place in enumerate(self.residency.places) if place is not TierLevel.DISK]
         if kept:
             places = list(self.residency.places)
             for layer in kept[:: -(-len(kept) // max(1, len(kept) // 4))]:
-                places[layer] = Place.DISK
-            self.move(Residency(tuple(places)))
+                places[layer] = TierLevel.DISK
+            self.move(LayerTiers(tuple(places)))
             return True
         if len(self._ring) <= 1:
             return False
         self._keep_slots(max(1, len(self._ring) // 2))
         return True
 
-    def regain(self, residency: Residency) -> None:
+    def regain(self, residency: LayerTiers) -> None:
         """Take back slots, else a quarter of the layers that `residency` has off the disk; nothing during a move."""
         if self._target is not None:
             return
@@ -227,11 +228,13 @@ class LayerStreamer:
             self._keep_slots(self._wanted)
             return
         now = list(self.residency.places)
-        missing = [layer for layer, place in enumerate(now) if place is Place.DISK and residency[layer] is not place]
+        missing = [
+            layer for layer, place in enumerate(now) if place is TierLevel.DISK and residency[layer] is not place
+        ]
         for layer in missing[: -(-len(missing) // 4)]:
             now[layer] = residency[layer]
         if missing:
-            self.move(Residency(tuple(now)))
+            self.move(LayerTiers(tuple(now)))
         else:
             self._short = False
 
@@ -315,7 +318,7 @@ class LayerStreamer:
         assert self._target is not None
         target = self._target[layer]
         try:
-            if target is Place.HOST and not self.in_place:
+            if target is TierLevel.HOST and not self.in_place:
                 self._move = LayerMove(layer, target, partial(self._copy_to_host, layer, self._resident.get(layer)))
             elif self._leave_ring():
                 slot = self._ring.take(layer)
@@ -345,7 +348,7 @@ class LayerStreamer:
     @property
     def _ends_whole(self) -> bool:
         """Whether no layer will be streamed after the move."""
-        off = (Place.DISK,) if self.in_place else (Place.DISK, Place.HOST)
+        off = (TierLevel.DISK,) if self.in_place else (TierLevel.DISK, TierLevel.HOST)
         return self._target is not None and not any(map(self._target.count, off))
 
     def _take(self, move: LayerMove) -> None:
@@ -363,15 +366,15 @@ class LayerStreamer:
         self._settle(move.layer, move.target)
 
     def _stay(self, layer: int) -> None:
-        if self.residency[layer] is Place.DEVICE:
+        if self.residency[layer] is TierLevel.DEVICE:
             # Its memory is promised to others.
             self._forget(layer)
-            self._settle(layer, Place.DISK)
+            self._settle(layer, TierLevel.DISK)
 
-    def _settle(self, layer: int, place: Place) -> None:
+    def _settle(self, layer: int, place: TierLevel) -> None:
         places = list(self.residency.places)
         places[layer] = place
-        self.residency = Residency(tuple(places))
+        self.residency = LayerTiers(tuple(places))
         self._moved += 1
 
     def _make_ring(self) -> None:
@@ -382,7 +385,7 @@ class LayerStreamer:
             # Evict one layer for the buffer that the others need.
             layer = max(self._resident)
             self._forget(layer)
-            self._settle(layer, Place.DISK)
+            self._settle(layer, TierLevel.DISK)
             self._set_slots(1)
         self._ring.order(self.streamed)
 

@@ -29,7 +29,7 @@ class Turning(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Places:
+class KVPositions:
     """Blocks and offsets of a sequence's KV, int64 (positions,). `origins`: where shared KV was computed, -1 for own.
     Shared KV is only read, its keys turned by `turning`."""
 
@@ -57,7 +57,7 @@ class Places:
 class Gathered:
     """The first `lengths` positions of each sequence, in blocks of their own; `tables` are for `layer`."""
 
-    def __init__(self, pool: BlockPool, places: Sequence[Places], lengths: Sequence[int]) -> None:
+    def __init__(self, pool: BlockPool, places: Sequence[KVPositions], lengths: Sequence[int]) -> None:
         shape = pool.shape
         self._pool = pool
         starts = list(accumulate(map(shape.blocks_for, lengths), initial=0))

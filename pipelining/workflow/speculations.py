@@ -155,7 +155,7 @@ class Speculations(Generic[D, R]):
         self._searches: dict[RunKey, SpeculativeSearch] = {}
         self._known: dict[Query, SpeculativeSearch] = {}
         self._known_since: dict[Query, float | None] = {}
-        self._foreseen: set[RunKey] = set()
+        self._predicted: set[RunKey] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self._sources: dict[RunKey, WorkItem] = {}
         self._predicted_queries: dict[RunKey, dict[int, tuple[str, float]]] = {}
@@ -171,10 +171,10 @@ class Speculations(Generic[D, R]):
 
     def known_runs(self, tokens: Tokens, started: NodeRun) -> list[NodeRun]:
         """Return searches whose queries do not depend on what still runs, each once."""
-        if started.key in self._foreseen:
+        if started.key in self._predicted:
             return []
         try:
-            known, self._foreseen = known_runs(tokens)
+            known, self._predicted = known_runs(tokens)
         except Exception:
             return []
         now_s = self._elapsed_s()

@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 
 from ragorder.settings import Settings
 from ragorder.trie.expected_uses import HORIZON
-from ragorder.trie.residency import Places
+from ragorder.trie.residency import KnowsTiers
 from ragorder.trie.search import Rest
 from ragorder.trie.tail import RankTail, Tail
 from ragorder.trie.tree import Key, KnowledgeTree, Node, RequestedDocuments
@@ -203,7 +203,7 @@ class FusedReuse:
             node = child
         return FusedPlaces(len(permutation), invested, [])
 
-    def rest(self, keys: Sequence[Key], tokens: Sequence[int], places: Places | None) -> Rest:
+    def rest(self, keys: Sequence[Key], tokens: Sequence[int], places: KnowsTiers | None) -> Rest:
         start, copied, loads = self._tree.root.end, 0, {}
         for key, length in zip(keys, tokens, strict=True):
             if self.has_copy(key):

@@ -18,10 +18,10 @@ from ragorder.settings import Settings
 from ragorder.trie.histories import Histories, History, KnownSegments, TurnEnd, find_below, held_tokens
 from ragorder.trie.residency import (
     FeedbackResidency,
+    KnowsTiers,
     LearnedLengths,
     Lease,
     LRUResidency,
-    Places,
     Pool,
     ScopeLengths,
     TokenIds,
@@ -91,7 +91,7 @@ class Scope:
         self.residency: FeedbackResidency | LRUResidency = self.mirror
         if settings.feedback:
             self.residency = FeedbackResidency(self.mirror, self._lengths)
-        self.places: Places | None = owner.tiers.places(self.mirror)
+        self.places: KnowsTiers | None = owner.tiers.places(self.mirror)
         self.priced = owner.tiers.priced(self.places)
         self.search: PrefixSearch = searches[settings.search](SEARCH_BUDGET)
         self.tail: Tail = tails[settings.moves].from_settings(settings)

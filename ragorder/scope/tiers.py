@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from ragorder.settings import Settings
-from ragorder.trie.residency import LRUResidency, Place, Places, Pool
+from ragorder.trie.residency import KnowsTiers, LRUResidency, Pool, TierLevel
 from ragorder.trie.search import SEARCH_BUDGET, Price, PricedPaths
 from ragorder.trie.tree import KnowledgeTree
 
@@ -51,7 +51,7 @@ class EngineTiers:
         sizes = settings.capacity_tokens, settings.host_tokens, settings.disk_tokens
         tiers = [
             MirroredTier(place, tokens, Tier(make_policy(settings.tier_policy), History(_HISTORY_NODES)))
-            for place, tokens in zip(Place, sizes, strict=True)
+            for place, tokens in zip(TierLevel, sizes, strict=True)
             if tokens
         ]
         write_through = settings.tier_copies == "computed"
@@ -66,11 +66,11 @@ class EngineTiers:
                 return TieredResidency(tree, pool, name)
         return LRUResidency(tree, pool)
 
-    def places(self, residency: LRUResidency) -> Places | None:
+    def places(self, residency: LRUResidency) -> KnowsTiers | None:
         several = self._several or self._price is not None
-        return residency if several and isinstance(residency, Places) else None
+        return residency if several and isinstance(residency, KnowsTiers) else None
 
-    def priced(self, places: Places | None) -> PricedPaths | None:
+    def priced(self, places: KnowsTiers | None) -> PricedPaths | None:
         if places is None or self._price is None or self._settings.search != "best":
             return None
         return PricedPaths(SEARCH_BUDGET, self._price, places.loads)

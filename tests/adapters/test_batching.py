@@ -235,9 +235,9 @@ class TestAModelThatStreams:
     def streamed(self, tmp_path: Path) -> Iterator[Any]:
         sizes = {"device_bytes": "64MiB", "device_tokens": 2048, "host_bytes": 0}
         with working(tmp_path, 3, **sizes, max_retries=0, verify=False) as streamed:
-            from ragorder.kernels.offload import Residency
+            from ragorder.kernels.offload import LayerTiers
 
-            streamed[0].engine.move_layers(Residency.spread(3, 0))
+            streamed[0].engine.move_layers(LayerTiers.spread(3, 0))
             yield streamed
 
     async def answers(self, streamed: Any, observe: Any = lambda observed: None) -> list[Any]:

@@ -23,7 +23,7 @@ from ragorder.adapters.vllm.kv_events import EventCounters, EventReader
 from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.adapters.vllm_tiers.disk_identity import disk_identity, note_model
 from ragorder.adapters.vllm_tiers.disk_jobs import ChunkJob, JobThreads
-from ragorder.trie.residency import Place
+from ragorder.trie.residency import TierLevel
 from ragorder.trie.residency.blocks import Content, EngineBlocks, block_content, chain_root
 
 pytestmark = pytest.mark.vllm
@@ -288,8 +288,8 @@ class TestWhatLeavesHostMemoryComesBackFromDisk:
             read(list(tracker.take_events(served.manager.take_events())))
             read([vllm().BlockRemoved(block_hashes=hashes, medium="GPU")])
         places = {prompt: [blocks.place(each) for each in contents(ids)] for prompt, ids in tokens.items()}
-        assert places["xy"] == [Place.HOST, Place.HOST]
-        assert places["ab"][0] is Place.DISK
+        assert places["xy"] == [TierLevel.HOST, TierLevel.HOST]
+        assert places["ab"][0] is TierLevel.DISK
         assert [blocks.holds(each) for each in contents(tokens["ab"])] == [True, False], "one chunk had no room"
         assert counters.garbage == counters.orphans == 0
 

@@ -12,7 +12,7 @@ import pytest
 from ragorder import Document, Orderer
 from ragorder.adapters.vllm.kv_events import EventCounters, EventReader
 from ragorder.benchmarks.ragcache.replacement.tiers import A10G
-from ragorder.trie.residency import Place
+from ragorder.trie.residency import TierLevel
 from ragorder.trie.residency.blocks import Content, EngineBlocks, block_content, chain_root
 
 msgpack = pytest.importorskip("msgspec").msgpack
@@ -38,7 +38,7 @@ class Engine:
         self.send(stored(hashes, tokens, extra_keys=keys))
         return hashes
 
-    def places(self, salt: str | None = None) -> list[Place]:
+    def places(self, salt: str | None = None) -> list[TierLevel]:
         return list(map(self.blocks.place, contents(TOKENS, salt)))
 
 
@@ -76,24 +76,24 @@ class TestPlaces:
     @pytest.mark.parametrize(
         ("medium", "place"),
         [
-            ("CPU", Place.HOST),
-            ("CPU_PINNED", Place.HOST),
-            ("STORAGE", Place.DISK),
-            ("DISK", Place.DISK),
-            ("HBM2", Place.DEVICE),
-            (None, Place.DEVICE),
+            ("CPU", TierLevel.HOST),
+            ("CPU_PINNED", TierLevel.HOST),
+            ("STORAGE", TierLevel.DISK),
+            ("DISK", TierLevel.DISK),
+            ("HBM2", TierLevel.DEVICE),
+            (None, TierLevel.DEVICE),
         ],
     )
     @pytest.mark.parametrize("describing", [True, False])
     def test_a_block_that_left_the_device_is_in_its_tier(
-        self, engine: Engine, medium: str | None, place: Place, describing: bool
+        self, engine: Engine, medium: str | None, place: TierLevel, describing: bool
     ) -> None:
         hashes = engine.compute(TOKENS)
-        if describing or place is Place.DEVICE:
+        if describing or place is TierLevel.DEVICE:
             engine.send(stored(hashes, TOKENS, medium))
         else:
             engine.send(*(placeholder(each, str(medium)) for each in hashes))
-        assert engine.places() == [Place.DEVICE] * 2
+        assert engine.places() == [TierLevel.DEVICE] * 2
         engine.send(removed(hashes))
         assert engine.places() == [place] * 2
         engine.send(removed(hashes, medium))
@@ -104,15 +104,15 @@ class TestPlaces:
         (first, second) = engine.compute(TOKENS)
         engine.send(stored([first, second], TOKENS, "STORAGE"), stored([first], TOKENS[:BLOCK], "CPU"))
         engine.send(removed([first, second]))
-        assert engine.places() == [Place.HOST, Place.DISK]
+        assert engine.places() == [TierLevel.HOST, TierLevel.DISK]
         engine.compute(TOKENS)
-        assert engine.places() == [Place.DEVICE, Place.DEVICE]
+        assert engine.places() == [TierLevel.DEVICE, TierLevel.DEVICE]
         engine.send(removed([first, second]))
-        assert engine.places() == [Place.HOST, Place.DISK]
+        assert engine.places() == [TierLevel.HOST, TierLevel.DISK]
         engine.send(removed([first], "CPU"))
-        assert engine.places() == [Place.DISK, Place.DISK]
+        assert engine.places() == [TierLevel.DISK, TierLevel.DISK]
         engine.compute(TOKENS)
-        assert engine.places() == [Place.DEVICE, Place.DEVICE]
+        assert engine.places() == [TierLevel.DEVICE, TierLevel.DEVICE]
 
 
 class TestTenants:
@@ -126,7 +126,7 @@ class TestTenants:
         else:
             engine.send(*(placeholder(each, "CPU") for each in hashes))
         engine.send(removed(hashes))
-        assert engine.places("tenant") == [Place.HOST] * 2
+        assert engine.places("tenant") == [TierLevel.HOST] * 2
         assert len(engine.blocks) == 2
         assert not any(map(engine.blocks.holds, contents(TOKENS)))
 
@@ -135,7 +135,7 @@ class TestTenants:
         assert len(engine.blocks) == 0
         assert engine.counters.orphans == 2
         engine.send(stored(["unknown"], TOKENS[:BLOCK], "CPU", extra_keys=[["tenant"]]))
-        assert engine.places("tenant")[0] is Place.HOST
+        assert engine.places("tenant")[0] is TierLevel.HOST
 
 
 PREFIX = tuple(range(100, 100 + BLOCK))

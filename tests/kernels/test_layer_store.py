@@ -23,12 +23,12 @@ from ragorder.kernels.offload import (
     CheckpointError,
     LayerReadError,
     LayerStore,
+    LayerTiers,
     ModelMemory,
-    Place,
-    Residency,
 )
 from ragorder.kernels.offload.layout import CheckpointMap
 from ragorder.kernels.offload.model_memory import decoder_layers, skeleton
+from ragorder.trie.residency import TierLevel
 
 
 def read_layer(store: LayerStore, layer: int, buffer: Any) -> int:
@@ -245,10 +245,10 @@ class TestFaults:
 class TestResidency:
     @pytest.mark.parametrize(("layers", "device", "host"), [(24, 0, 0), (24, 24, 0), (24, 6, 6), (5, 2, 3), (7, 3, 1)])
     def test_layers_that_stay_are_spread(self, layers: int, device: int, host: int) -> None:
-        residency = Residency.spread(layers, device, host)
-        counts = [residency.count(place) for place in Place]
+        residency = LayerTiers.spread(layers, device, host)
+        counts = [residency.count(place) for place in TierLevel]
         assert counts == [device, host, layers - device - host]
-        held = [layer for layer in range(layers) if residency[layer] is Place.DEVICE]
+        held = [layer for layer in range(layers) if residency[layer] is TierLevel.DEVICE]
         gaps = [
             after - before for before, after in zip(held, [*held[1:], *(held[:1] and [held[0] + layers])], strict=True)
         ]
@@ -257,4 +257,4 @@ class TestResidency:
     @pytest.mark.parametrize(("device", "host"), [(-1, 0), (3, -1), (4, 2)])
     def test_more_than_all_is_refused(self, device: int, host: int) -> None:
         with pytest.raises(ValueError, match="exceed 5 layers"):
-            Residency.spread(5, device, host)
+            LayerTiers.spread(5, device, host)

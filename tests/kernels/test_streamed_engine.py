@@ -46,9 +46,10 @@ transformers = pytest.importorskip("transformers")
 
 from ragorder.kernels.engine import Completion, EngineSettings, ModelLoadError, TieredEngine, UnsupportedModelError
 from ragorder.kernels.models.identity import identity
-from ragorder.kernels.offload import LayerReadError, Place, Residency
+from ragorder.kernels.offload import LayerReadError, LayerTiers
 from ragorder.kernels.paging import BlockPool, OutOfBlocksError
 from ragorder.pipelining.batching import Placement, PlacementError, Spread
+from ragorder.trie.residency import TierLevel
 
 pytestmark = pytest.mark.merge
 
@@ -116,7 +117,7 @@ class TestAnswers:
     ) -> None:
         expected = answers(small_folder, (0, 0), **options)
         with TieredEngine.load(small_folder, streaming(small_folder, 2, **options)) as engine:
-            engine.move_layers(Residency.spread(3, 0))
+            engine.move_layers(LayerTiers.spread(3, 0))
             for completions in expected:
                 check_same(engine.generate(requests()), completions)
 
@@ -127,7 +128,7 @@ class TestAnswers:
 
             def move() -> None:
                 device = random.randrange(7)
-                wanted = Residency.spread(6, device, random.randrange(7 - device))
+                wanted = LayerTiers.spread(6, device, random.randrange(7 - device))
                 assert engine.move_layers(wanted) == wanted
 
             for seed, completions in zip(range(0, 800, 100), expected, strict=True):
@@ -140,7 +141,7 @@ class TestAnswers:
             streamer = streamer_of(engine)
             streamer.in_place = False
             for seed, completions, layers in zip((0, 50), expected, ((1, 4), (0, 6)), strict=True):
-                engine.move_layers(Residency.spread(6, *layers))
+                engine.move_layers(LayerTiers.spread(6, *layers))
                 # Reads that were under way when the layers moved are counted when they end.
                 await_reads(streamer)
                 before = streamer.stats.bytes
@@ -153,7 +154,7 @@ class TestStream:
         with TieredEngine.load(folder, streaming(folder, 3, verify=False)) as engine:
             streamer = streamer_of(engine)
             streamer.room = None
-            engine.move_layers(Residency.spread(6, 0))
+            engine.move_layers(LayerTiers.spread(6, 0))
             engine.generate([ask([], tokens(9, 1), max_tokens=1)])
             before, steps = streamer.stats, engine.stats().steps
             engine.generate([ask([], tokens(9, 1), max_tokens=8)])
@@ -206,7 +207,7 @@ class TestFaults:
     def engine(self, tmp_path: Path) -> Iterator[TieredEngine]:
         folder = saved(family("llama", num_hidden_layers=6), tmp_path / "model")
         with TieredEngine.load(folder, streaming(folder, 2)) as engine:
-            engine.move_layers(Residency.spread(6, 0))
+            engine.move_layers(LayerTiers.spread(6, 0))
             yield engine
 
     def test_of_the_disk_are_errors_of_the_step_and_the_engine_goes_on(
@@ -371,7 +372,7 @@ class TestPoolsAndRelief:
         """Three buffers of a ring come in its place."""
         with TieredEngine.load(folder, streaming(folder, 5)) as engine:
             assert engine.stats().stream.slots == 3
-            assert engine.move_layers(Residency.spread(6, 6)).count(Place.DEVICE) == 6
+            assert engine.move_layers(LayerTiers.spread(6, 6)).count(TierLevel.DEVICE) == 6
             without_blocks(engine, monkeypatch, steps=1)
             check_same(engine.generate(requests()), expected)
             assert engine.device_tokens == TOKENS
@@ -383,7 +384,7 @@ class TestPoolsAndRelief:
         with TieredEngine.load(folder, streaming(folder, 5)) as engine:
             streamer = streamer_of(engine)
             placed = streamer.residency
-            assert placed.count(Place.DEVICE) == 2 and streamer.slots == 3
+            assert placed.count(TierLevel.DEVICE) == 2 and streamer.slots == 3
             while engine.relieve():
                 pass
             assert engine.device_tokens < TOKENS and len(streamer.streamed) == 6 and streamer.slots == 1
@@ -401,15 +402,15 @@ class TestPoolsAndRelief:
         set_bounds(monkeypatch, streamed_steps_to_grow=2)
         with TieredEngine.load(folder, streaming(folder, 5)) as engine:
             streamer = streamer_of(engine)
-            assert streamer.residency.count(Place.DEVICE) == 2
-            for wanted in (Residency.spread(6, 0), Residency.spread(6, 1)):
+            assert streamer.residency.count(TierLevel.DEVICE) == 2
+            for wanted in (LayerTiers.spread(6, 0), LayerTiers.spread(6, 1)):
                 assert engine.move_layers(wanted) == wanted
                 engine.generate([ask([], tokens(9, 1), max_tokens=12)])
                 assert streamer.residency == wanted
             # After a shortage they come back there.
             while engine.relieve():
                 pass
-            assert not streamer.residency.count(Place.DEVICE)
+            assert not streamer.residency.count(TierLevel.DEVICE)
             engine.generate([ask([], tokens(9, 1), max_tokens=30)])
             assert streamer.residency == wanted
 
@@ -455,9 +456,9 @@ class TestPoolsAndRelief:
         self, folder: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         set_bounds(monkeypatch, streamed_steps_to_grow=1)
-        attempts: list[Residency] = []
+        attempts: list[LayerTiers] = []
 
-        def broken(residency: Residency) -> bool:
+        def broken(residency: LayerTiers) -> bool:
             attempts.append(residency)
             raise RuntimeError("CUDA error: unknown")
 
@@ -544,7 +545,7 @@ class TestMovesWhileRequestsRun:
     ) -> None:
         settings = streaming(folder, 3, device_bytes=room_for(folder, 8), verify=False, **MOVING)
         with TieredEngine.load(folder, settings) as engine:
-            engine.move_layers(Residency.spread(6, 0))
+            engine.move_layers(LayerTiers.spread(6, 0))
             streamer_of(engine).in_place = in_place
             wanted = self.placement(engine, device, host)
             moving = mover.begin(lambda: engine.place(wanted))
@@ -589,7 +590,7 @@ class TestMovesWhileRequestsRun:
     def test_a_shortage_ends_a_move(self, folder: Path, expected: Any, mover: Mover) -> None:
         settings = streaming(folder, 4, device_bytes=room_for(folder, 9), verify=False, **MOVING)
         with TieredEngine.load(folder, settings) as engine:
-            engine.move_layers(Residency.spread(6, 0))
+            engine.move_layers(LayerTiers.spread(6, 0))
             moving = mover.begin(lambda: engine.place(self.placement(engine, 4)))
             threading.Timer(0.05, mover.go_on).start()
             while engine.relieve():
@@ -615,8 +616,8 @@ class TestMovesWhileRequestsRun:
 
     def test_the_end_of_the_engine_ends_a_move(self, folder: Path, mover: Mover) -> None:
         engine = TieredEngine.load(folder, streaming(folder, 4))
-        engine.move_layers(Residency.spread(6, 0))
-        moving = mover.begin(lambda: engine.move_layers(Residency.spread(6, 1)))
+        engine.move_layers(LayerTiers.spread(6, 0))
+        moving = mover.begin(lambda: engine.move_layers(LayerTiers.spread(6, 1)))
         threading.Timer(0.05, mover.go_on).start()
         engine.close()
         with pytest.raises(RuntimeError, match="the engine is closed"):
@@ -625,13 +626,13 @@ class TestMovesWhileRequestsRun:
     def test_a_thread_that_moves_layers_has_its_turn_between_steps(self, folder: Path) -> None:
         """However fast the next step follows."""
         with TieredEngine.load(folder, streaming(folder, 4)) as engine, ThreadPoolExecutor(1) as pool:
-            engine.move_layers(Residency.spread(6, 0))
+            engine.move_layers(LayerTiers.spread(6, 0))
             engine.add(ask([], tokens(9, 1), max_tokens=200))
-            moving = pool.submit(engine.move_layers, Residency.spread(6, 1))
+            moving = pool.submit(engine.move_layers, LayerTiers.spread(6, 1))
             while not moving.done() and engine.has_unfinished:
                 engine.step()
             assert engine.has_unfinished
-            assert moving.result(60).count(Place.DEVICE) == 1
+            assert moving.result(60).count(TierLevel.DEVICE) == 1
 
 
 class TestRefusals:
@@ -673,7 +674,7 @@ class TestRefusals:
                 with pytest.raises(ValueError, match=said):
                     engine.place(placement)
                 with pytest.raises(ValueError, match=said):
-                    engine.move_layers(Residency.spread(5, 1))
+                    engine.move_layers(LayerTiers.spread(5, 1))
 
     @pytest.mark.parametrize("size", ["-6GiB", "six", "0", -1, 1.5])
     def test_impossible_sizes(self, size: Any) -> None:

@@ -33,7 +33,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ragorder.kernels.engine import Completion, Request, Sampling, ShortOfMemoryError, TieredEngine, runner
-from ragorder.kernels.offload import LayerReadError, Residency, feeder
+from ragorder.kernels.offload import LayerReadError, LayerTiers, feeder
 from ragorder.kernels.offload.model_memory import decoder_layers
 from ragorder.kernels.paging import BlockPool, LayeredPool, OutOfBlocksError
 
@@ -161,7 +161,7 @@ def test_ten_thousand_failures(
     while layers move, pools are resized, and requests are aborted. Answers are those of an engine without failures, or
     errors that name memory or the disk, and each comes once. Whatever documents have KV, it is the whole model's."""
     failures, random, faults = length(10_000, 150), Random(int(in_place)), Faults(int(in_place))
-    engine.move_layers(Residency.spread(LAYERS, 0))
+    engine.move_layers(LayerTiers.spread(LAYERS, 0))
     streamer_of(engine).in_place = cache_of(engine).pool.in_place = in_place
     faults.install(engine, monkeypatch.setattr)
     asked: dict[int, int] = {}
@@ -198,7 +198,7 @@ def test_ten_thousand_failures(
                         engine.relieve()
                     case 1:
                         device = random.randrange(LAYERS + 1)
-                        engine.move_layers(Residency.spread(LAYERS, device, random.randrange(LAYERS + 1 - device)))
+                        engine.move_layers(LayerTiers.spread(LAYERS, device, random.randrange(LAYERS + 1 - device)))
                         moved += 1
                     case 2:
                         engine.resize(device_tokens=random.randrange(300, TOKENS), host_bytes=random.randrange(1 << 19))
@@ -236,7 +236,7 @@ def test_ten_thousand_failures(
     assert engine.stats().cached.host > 0
     # Memory is there again, and so is what was planned.
     engine.resize(device_tokens=TOKENS, host_bytes=1 << 18)
-    assert engine.move_layers(Residency.spread(LAYERS, 1)) == Residency.spread(LAYERS, 1)
+    assert engine.move_layers(LayerTiers.spread(LAYERS, 1)) == LayerTiers.spread(LAYERS, 1)
     for completion, expected in zip(engine.generate(requests.kinds), requests.expected, strict=True):
         assert completion.token_ids == expected
     engine.clear_cache()

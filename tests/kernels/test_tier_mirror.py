@@ -14,7 +14,7 @@ from support.rings import examples
 from ragorder.trie.mirror import MirroredTier, TieredPool, TieredResidency, TierMirror
 from ragorder.trie.policies import POLICIES, History, Tier, make_policy
 from ragorder.trie.profile import PrefillProfile
-from ragorder.trie.residency import Lease, Loads, LRUResidency, Place
+from ragorder.trie.residency import Lease, Loads, LRUResidency, TierLevel
 from ragorder.trie.tree import KnowledgeTree, Node
 
 BLOCK = 16
@@ -80,7 +80,7 @@ class Engine(Scope):
     ) -> None:
         tiers = [
             MirroredTier(place, documents * TOKENS + BLOCK, Tier(make_policy(policy), History(100)))
-            for place, documents in zip(Place, (device, host, disk), strict=True)
+            for place, documents in zip(TierLevel, (device, host, disk), strict=True)
             if documents
         ]
         options = {} if profile is None else {"profile": profile}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from ragorder.trie.histories import TurnEnd
 from ragorder.trie.mirror.pool import TieredPool
 from ragorder.trie.mirror.tiers import Arrival, TierPriority
-from ragorder.trie.residency import Lease, Loads, LRUResidency, Place
+from ragorder.trie.residency import Lease, Loads, LRUResidency, TierLevel
 from ragorder.trie.residency.base import Reported
 from ragorder.trie.tree import KnowledgeTree, Node
 
@@ -78,10 +78,10 @@ class TieredResidency(LRUResidency):
 
     def loads(self, node: Node) -> Loads:
         place = self.pool.mirror.place(self._key(node))
-        if place is Place.DEVICE:
+        if place is TierLevel.DEVICE:
             return _NOTHING
         held = node.blocks - node.missing
-        return Loads(held, 0) if place is Place.HOST else Loads(0, held)
+        return Loads(held, 0) if place is TierLevel.HOST else Loads(0, held)
 
     def close(self) -> None:
         super().close()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ragorder.trie.policies import AwaitedNodes, Tier
 from ragorder.trie.profile import LINEAR, PrefillProfile
-from ragorder.trie.residency import Place
+from ragorder.trie.residency import TierLevel
 
 
 class Arrival(NamedTuple):
@@ -20,7 +20,7 @@ class Arrival(NamedTuple):
 class MirroredTier:
     """Metadata of one tier; `tier` counts in tokens."""
 
-    def __init__(self, place: Place, capacity_tokens: int, tier: Tier) -> None:
+    def __init__(self, place: TierLevel, capacity_tokens: int, tier: Tier) -> None:
         self.place = place
         self.capacity_tokens = capacity_tokens
         self.tier = tier
@@ -106,7 +106,7 @@ class TierMirror:
     def __contains__(self, key: Hashable) -> bool:
         return any(key in tier for tier in self.tiers)
 
-    def place(self, key: Hashable) -> Place:
+    def place(self, key: Hashable) -> TierLevel:
         """Return the fastest tier that has the node, or the slowest tier if none has."""
         for tier in self.tiers:
             if key in tier:
@@ -135,7 +135,7 @@ class TierMirror:
         protected = frozenset(arrival.key for arrival in arrivals)
         gone: dict[Hashable, None] = {}
         for tier in self.tiers:
-            awaited = self._awaited if tier.place is Place.HOST else ()
+            awaited = self._awaited if tier.place is TierLevel.HOST else ()
             if self._write_through or tier is self.tiers[0]:
                 evicted = tier.admit(arrivals, protected, awaited)
             else:
@@ -201,7 +201,7 @@ class TierMirror:
         return sum(each.tokens for each in others)
 
     def _reset_requests(self) -> None:
-        host = next((tier for tier in self.tiers if tier.place is Place.HOST), None)
+        host = next((tier for tier in self.tiers if tier.place is TierLevel.HOST), None)
         # As in the engines: requests in flight protect up to half of the host memory.
         self._awaited = AwaitedNodes(0 if host is None else host.capacity_tokens // 2)
         self._requests: dict[Hashable, tuple[Hashable, ...]] = {}

@@ -38,7 +38,7 @@ class Lease:
         return replace(self, path=[copies[node] for node in self.path], open=True, turn=None)
 
 
-class Place(IntEnum):
+class TierLevel(IntEnum):
     """Tiers of an engine, fastest first."""
 
     DEVICE = 0
@@ -54,7 +54,7 @@ class Loads(NamedTuple):
 
 
 @runtime_checkable
-class Places(Protocol):
+class KnowsTiers(Protocol):
     """A residency that knows the tier of each block."""
 
     def loads(self, node: Node) -> Loads: ...

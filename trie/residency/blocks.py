@@ -10,7 +10,7 @@ from hashlib import blake2b
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
-from ragorder.trie.residency.base import Place
+from ragorder.trie.residency.base import TierLevel
 
 __all__ = ["BlockWatcher", "Content", "EngineBlocks", "PathContents", "block_content", "chain_root", "pack_tokens"]
 
@@ -105,10 +105,10 @@ class EngineBlocks:
     def holds(self, content: Content) -> bool:
         return content in self._held
 
-    def place(self, content: Content) -> Place:
+    def place(self, content: Content) -> TierLevel:
         held = self._held.get(content)
         media = held.media if held is not None else ()
-        return min((medium for medium in media if isinstance(medium, Place)), default=Place.DEVICE)
+        return min((medium for medium in media if isinstance(medium, TierLevel)), default=TierLevel.DEVICE)
 
     def watch(self, content: Content, watcher: BlockWatcher) -> None:
         self._watchers[content] = watcher

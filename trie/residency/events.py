@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ragorder.trie.histories import TurnEnd
-from ragorder.trie.residency.base import Lease, Loads, Place, Reported
+from ragorder.trie.residency.base import Lease, Loads, Reported, TierLevel
 from ragorder.trie.residency.blocks import Content, EngineBlocks, PathContents, chain_root, pack_tokens
 from ragorder.trie.residency.followed import FollowedPool
 from ragorder.trie.residency.lru import LRUResidency
@@ -162,7 +162,7 @@ class EventsResidency(LRUResidency):
             return Loads()
         held = contents.blocks[: node.blocks - node.missing]
         places = [self._blocks.place(content) for content in held]
-        return Loads(places.count(Place.HOST), places.count(Place.DISK))
+        return Loads(places.count(TierLevel.HOST), places.count(TierLevel.DISK))
 
     def serve(self, path: Sequence[Node], lease: Lease, expected_uses: Callable[[], Sequence[float]]) -> None:
         """Do nothing: events report where blocks are."""

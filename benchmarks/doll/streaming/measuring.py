@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from ragorder.benchmarks.doll.streaming.cells import SLOTS, StreamingCell
 from ragorder.kernels.engine.budgeted import load_streamed
 from ragorder.kernels.engine_settings import EngineSettings
-from ragorder.kernels.offload import Residency
+from ragorder.kernels.offload import LayerTiers
 from ragorder.kernels.offload.checkpoint import Checkpoint, TensorEntry
 from ragorder.kernels.offload.feeder import Feeder, allocate
 from ragorder.kernels.offload.model_memory import skeleton
@@ -168,7 +168,7 @@ class Bench:
         """Choose a step whose computing takes as long as its reading, and time both alone."""
         cell, layers = self._cell, self._cell.layers
         # With all layers in memory nothing else is read.
-        self._streamer.move(Residency.spread(layers, layers))
+        self._streamer.move(LayerTiers.spread(layers, layers))
         feeder, buffer = Feeder(self._streamer.store, _CPU), allocate(self._streamer.store.slot_bytes, _CPU)
         times = []
         self._sources[0].begin()
@@ -187,7 +187,7 @@ class Bench:
         self._computing(max(1, min(tokens, _MOST_TOKENS)))
         self._pauses.layer_s = cell.jitter * self.stream_s / layers
         self.compute_s = self._computing(self.tokens)
-        self._streamer.move(Residency.spread(layers, 0))
+        self._streamer.move(LayerTiers.spread(layers, 0))
 
     def steps(self, policy: str, count: int, advance: Callable[[], None]) -> list[float]:
         """Return seconds of `count` steps, after one that is not counted."""

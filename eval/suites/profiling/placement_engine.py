@@ -104,15 +104,16 @@ class PlacedEngine:
             raise
 
     def place(self, device_layers: int, host_layers: int) -> bool:
-        from ragorder.kernels.offload.residency import Place, Residency
+        from ragorder.kernels.offload.residency import LayerTiers
+        from ragorder.trie.residency.base import TierLevel
 
         buffers = 1 if device_layers < self._layers else 0
         needed = (device_layers + buffers) * self._slot
         # A machine short of memory ends processes instead of refusing it.
         if (device_layers and needed > self._device_room) or host_layers * self._slot > self._host_room:
             return False
-        reached = self._engine.move_layers(Residency.spread(self._layers, device_layers, host_layers))
-        return bool((reached.count(Place.DEVICE), reached.count(Place.HOST)) == (device_layers, host_layers))
+        reached = self._engine.move_layers(LayerTiers.spread(self._layers, device_layers, host_layers))
+        return bool((reached.count(TierLevel.DEVICE), reached.count(TierLevel.HOST)) == (device_layers, host_layers))
 
     def shorten(self, batches: Sequence[int], limit_s: float) -> None:
         """Compute only as much of the prompts as lets these batches end in about `limit_s`."""
