@@ -55,8 +55,6 @@ RagorderError
   ReentryError                    ragorder.common.lock
   ArrivalsError                   ragorder.eval.data.arrivals
   BenchError                      ragorder.eval.running.specs
-  CloudError                      ragorder.eval.engines.cloud
-  DeadlockError                   ragorder.eval.virtual.loop
   EngineError                     ragorder.eval.engines.base
   HarnessError                    ragorder.eval.running.options
   LogError                        ragorder.eval.replay.log

@@ -83,7 +83,7 @@ class ObservedOrderer:
         self._other = orderer.clone() if shadow else orderer.clone(**_PLAIN) if compare else None
         self._own = orderer
         self._failed = False
-        # Questions, of which no watcher hears.
+        # Questions that no watcher hears.
         self.preview = self._orderer.preview
         self.predict_cached_tokens = self._orderer.predict_cached_tokens
         self.holds_prefix = self._orderer.holds_prefix

@@ -68,7 +68,7 @@ class CountedServer(MeasuredServer):
     async def quiet(self) -> Counters | None:
         """The counters once the server is idle. Raises EngineError for a server that stays busy or does not answer."""
         for _ in range(_MOST_PROBES):
-            # Metrics show the last iteration, and an abort makes none: so a request follows it.
+            # Metrics show the last iteration, and an abort runs no iteration: so a request follows it.
             await self._probe()
             counters = await self.counters()
             if counters is None or not counters.at_work:

@@ -607,7 +607,7 @@ class TestFusion:
         fusing.engine.clear_cache()
         for names in ("a", "b"):
             await self.ask(fusing, names)
-        fields: list[dict[str, Any]] = [{}, {"select": "head"}, {"select_rounds": 2}, {}]
+        fields: list[dict[str, Any]] = [{}, {"select": "deviation"}, {"select_rounds": 2}, {}]
         answers = [await self.ask(fusing, "ba", logprobs=0, **chosen) for chosen in fields]
         *chances, again = [choice["logprobs"]["token_logprobs"] for choice, _ in answers]
         # As many tokens, and others.
@@ -1720,7 +1720,7 @@ class TestOptions:
             ("--upstream http://x", "No such option '--upstream'"),
             ("--disk-bytes 1GiB", "--disk-bytes requires --disk-path"),
             ("--recompute 0.1", "--recompute requires --reuse fused"),
-            ("--reuse exact --select head", "--select requires --reuse fused"),
+            ("--reuse exact --select deviation", "--select requires --reuse fused"),
             ("--reuse fused --recompute 1.5", "--recompute"),
             ("--reuse fused --select qurey", "Did you mean 'query'?"),
             ("--host-bytes many", "'many' is not a size"),

@@ -453,10 +453,9 @@ class TestResuming:
             run(tmp_path, suite(), seeds=(0,), **changed)
 
     def test_in_a_folder_of_another_simulated_engine_is_refused(self, tmp_path: Path) -> None:
-        """Earlier versions evicted by LRU, and did not record which engine they simulated."""
         run(tmp_path, suite(), seeds=(0,), policies=("retrieval",))
         path = tmp_path / "results.jsonl"
-        path.write_text(path.read_text("utf-8").replace('"like":"vllm-0.32",', ""), "utf-8")
+        path.write_text(path.read_text("utf-8").replace('"like":"vllm-0.32"', '"like":"lru"'), "utf-8")
         with pytest.raises(HarnessError, match=r"results of a simulated engine like lru, .*choose another folder"):
             run(tmp_path, suite(), seeds=(0,))
 

@@ -680,7 +680,7 @@ class TestServe:
             ("warmup=20", "a warmup of 20 leaves less than 10"),
             ("host=much", "'much' is no size of a tier"),
             ("device=0", "'0' is no size of a tier"),
-            ("shape=huge", "unknown shape 'huge': choose from tiny, small"),
+            ("shape=huge", "unknown shape 'huge': choose from tiny, narrow, small"),
             ("replacement=lur", "unknown replacement policy 'lur': did you mean 'lru'?"),
             ("documents=3", 'documents does not go with measure = "serving"'),
         ],
@@ -694,7 +694,7 @@ class TestServe:
         ("parameter", "said"),
         [
             ("workload=nothing", "unknown workload 'nothing'"),
-            ("shape=qwen2.5-7b", "the shape qwen2.5-7b needs a GPU, and there is none here: take shape tiny or small"),
+            ("shape=qwen2.5-7b", "the shape qwen2.5-7b needs a GPU, and there is none here: take shape tiny or narrow or small"),
         ],
     )
     def test_keeps_the_reason_why_nothing_was_measured(
