@@ -694,7 +694,10 @@ class TestServe:
         ("parameter", "said"),
         [
             ("workload=nothing", "unknown workload 'nothing'"),
-            ("shape=qwen2.5-7b", "the shape qwen2.5-7b needs a GPU, and there is none here: take shape tiny or narrow or small"),
+            (
+                "shape=qwen2.5-7b",
+                "the shape qwen2.5-7b needs a GPU, and there is none here: take shape tiny or narrow or small",
+            ),
         ],
     )
     def test_keeps_the_reason_why_nothing_was_measured(
