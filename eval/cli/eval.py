@@ -45,7 +45,7 @@ def schema() -> None:
 def list_suites(names: tuple[str, ...]) -> None:
     """List the suites by group: those of each paper, and ours.
 
-    Suites that cannot run on this machine without options of `ragorder eval run` stand at the end, with what they need.
+    Suites that cannot run on this machine without options of `ragorder eval run` come last, with what they need.
     With names of suites or groups their titles, sources and sizes are listed, and what some of their cells need.
     """
     from rich.console import Console
