@@ -48,7 +48,8 @@ class Replanner:
         now = self._costs if self._scanning.value is None else replace(self._costs, scan_s=self._scanning.value)
         read_s = now.read_s(self.placed.partitions)
         if read_s:
-            self._reading.add(max(0.0, seconds - now.retrieval_s(self.placed.partitions) + read_s) / read_s)
+            other_s = now.retrieval_s(self.placed.partitions) - now.reading * read_s
+            self._reading.add(max(0.0, seconds - other_s) / read_s)
         else:
             self._scanning.add(seconds)
 
@@ -105,12 +106,13 @@ class Replanner:
 
     def _costs_now(self) -> EstimatedCosts:
         # By the pace of generation, whose expected times the plan uses.
-        pace = self._generating.value or 1.0
-        reading, scan_s = (
-            None if mean.value is None else _near(mean.value / pace) for mean in (self._reading, self._scanning)
-        )
+        costs, pace = self._costs, self._generating.value or 1.0
+        reading, scan_s = self._reading.value, self._scanning.value
         return replace(
-            self._costs, workload=self._workload(), reading=1.0 if reading is None else reading, scan_s=scan_s
+            costs,
+            workload=self._workload(),
+            reading=costs.reading if reading is None else _near(reading / pace),
+            scan_s=costs.scan_s if scan_s is None else _near(scan_s / pace),
         )
 
     def _workload(self) -> Workload:

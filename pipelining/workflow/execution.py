@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from string import Formatter
 from typing import Any
 
 from ragorder.pipelining.servers import call
@@ -32,25 +31,6 @@ async def call_step(node: Step, state: State) -> Mapping[str, Any]:
 
 
 _DOCUMENTS_ABOVE = "the documents above"
-
-
-def fields(template: str | Callable[[State], str]) -> frozenset[str]:
-    if callable(template):
-        return frozenset()
-    names = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
-    for name in sorted(names):
-        if not name.isidentifier():
-            raise ValueError(f"{{{name}}} is not a plain name: use a function of the state, or write a brace twice")
-    return frozenset(names)
-
-
-def query_fields(query: str | Callable[[State], str]) -> frozenset[str]:
-    """Return the names that a query reads: its fields, or itself if it has no braces."""
-    if callable(query) or "{" in query or "}" in query:
-        return fields(query)
-    if not query.isidentifier():
-        raise ValueError(f"query={query!r} is neither a name of the state nor a template with {{names}}")
-    return frozenset((query,))
 
 
 def question_of(node: Generation, state: State, scope: Any = None) -> NodeQuestion:

@@ -15,12 +15,14 @@ from ragorder.pipelining.workflow.nodes import (
     Generation,
     GraphError,
     Node,
+    NodeError,
     NodeId,
     Retrieval,
     State,
     Step,
     Terminal,
 )
+from ragorder.pipelining.workflow.result import WorkflowResult
 from ragorder.pipelining.workflow.topology import (
     Topology,
     answer_name,
@@ -154,6 +156,15 @@ class CompiledGraph:
                 f"workflow {self.name!r}: {', '.join(map(repr, unknown))} in `state`: name them, RAGraph(inputs=…)"
             )
         return State.of(question, values)
+
+    def result(self, state: State, trace: Any = None, until: str | None = None) -> WorkflowResult:
+        """Raises NodeError if no node has written the answer, or the name `until`."""
+        wanted = self.answer if until is None else until
+        if wanted not in state:
+            what = "the answer, " if until is None else ""
+            raise NodeError(self.name, "END", f"no node on the way has written {what}{wanted!r}")
+        value = state.get(self.answer, "")
+        return WorkflowResult(value if isinstance(value, str) else str(value), state, trace)
 
     def successors(self, id: NodeId | Terminal, state: State) -> tuple[NodeId | Terminal, ...]:
         targets: dict[NodeId | Terminal, None] = {}

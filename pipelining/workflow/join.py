@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -18,10 +17,10 @@ from ragorder.pipelining.workflow.nodes import (
     START,
     Generation,
     GraphError,
-    Node,
     NodeError,
     NodeId,
     NodeQuestion,
+    NodeRun,
     Retrieval,
     RoundsError,
     State,
@@ -30,20 +29,6 @@ from ragorder.pipelining.workflow.nodes import (
 )
 from ragorder.pipelining.workflow.result import WorkflowResult
 from ragorder.pipelining.workflow.topology import Position
-
-
-@dataclass(frozen=True, slots=True)
-class NodeRun:
-    """One run of a node in a request, from `round` 0."""
-
-    node: Node = field(compare=False)
-    id: NodeId
-    round: int
-    state: State = field(compare=False, repr=False)
-
-    @property
-    def key(self) -> tuple[NodeId, int]:
-        return self.id, self.round
 
 
 class Tokens:
@@ -193,4 +178,4 @@ async def interpret(
             except Exception as error:
                 raise NodeError.of(graph.name, run.id, error) from error
             tokens.finish(run, values)
-    return WorkflowResult.of(graph, tokens.state)
+    return graph.result(tokens.state)

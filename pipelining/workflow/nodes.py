@@ -6,6 +6,7 @@ import re
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from string import Formatter
 from typing import Any
 
 from ragorder.errors import RagorderError
@@ -197,6 +198,39 @@ class Step:
 
 
 Node = Generation | Retrieval | Step
+
+
+def fields(template: str | Callable[[State], str]) -> frozenset[str]:
+    if callable(template):
+        return frozenset()
+    names = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+    for name in sorted(names):
+        if not name.isidentifier():
+            raise ValueError(f"{{{name}}} is not a plain name: use a function of the state, or write a brace twice")
+    return frozenset(names)
+
+
+def query_fields(query: str | Callable[[State], str]) -> frozenset[str]:
+    """Return the names that a query reads: its fields, or itself if it has no braces."""
+    if callable(query) or "{" in query or "}" in query:
+        return fields(query)
+    if not query.isidentifier():
+        raise ValueError(f"query={query!r} is neither a name of the state nor a template with {{names}}")
+    return frozenset((query,))
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRun:
+    """One run of a node in a request, from `round` 0."""
+
+    node: Node = field(compare=False)
+    id: NodeId
+    round: int
+    state: State = field(compare=False, repr=False)
+
+    @property
+    def key(self) -> tuple[NodeId, int]:
+        return self.id, self.round
 
 
 @dataclass(frozen=True, slots=True)

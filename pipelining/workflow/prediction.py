@@ -10,8 +10,8 @@ from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
 from ragorder.pipelining.workflow.execution import answered, found, query_of
-from ragorder.pipelining.workflow.join import NodeRun, Tokens
-from ragorder.pipelining.workflow.nodes import UNKNOWN, Generation, NodeId, Retrieval, Step
+from ragorder.pipelining.workflow.join import Tokens
+from ragorder.pipelining.workflow.nodes import UNKNOWN, Generation, NodeId, NodeRun, Retrieval, Step
 from ragorder.pipelining.workflow.searching import Handle, Searcher, Spawn
 from ragorder.pipelining.workflow.wavefront import Measurements, WorkItem
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from ragorder.pipelining.servers import AnswerStream
-from ragorder.pipelining.workflow.graph import CompiledGraph
-from ragorder.pipelining.workflow.nodes import NodeError, NodeId, State
+from ragorder.pipelining.workflow.nodes import NodeId, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +17,6 @@ class WorkflowResult:
     text: str = field(repr=False)
     state: State = field(repr=False)
     trace: Any = None
-
-    @classmethod
-    def of(cls, graph: CompiledGraph, state: State, trace: Any = None, until: str | None = None) -> Self:
-        wanted = graph.answer if until is None else until
-        if wanted not in state:
-            what = "the answer, " if until is None else ""
-            raise NodeError(graph.name, "END", f"no node on the way has written {what}{wanted!r}")
-        value = state.get(graph.answer, "")
-        return cls(value if isinstance(value, str) else str(value), state, trace)
 
 
 Kind = Literal["due", "speculative"]

@@ -13,7 +13,7 @@ from ragorder.pipelining.reordering import CachedLengths
 from ragorder.pipelining.servers import wait_for_end
 from ragorder.pipelining.workflow.execution import Memory, answered, call_step, documents_of, found, input_of, query_of
 from ragorder.pipelining.workflow.graph import CompiledGraph, checked_graph
-from ragorder.pipelining.workflow.join import NodeRun, Tokens
+from ragorder.pipelining.workflow.join import Tokens
 from ragorder.pipelining.workflow.nodes import (
     END,
     DeadlineError,
@@ -22,6 +22,7 @@ from ragorder.pipelining.workflow.nodes import (
     Node,
     NodeError,
     NodeId,
+    NodeRun,
     Retrieval,
     RoundsError,
     State,

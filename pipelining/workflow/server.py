@@ -168,7 +168,7 @@ class WorkflowServer(Generic[D, R]):
                     memo=self._memo,
                     ends_s=ends_s,
                 )
-                result = WorkflowResult.of(graph, await run.run(), trace, options.get("until"))
+                result = graph.result(await run.run(), trace, options.get("until"))
                 trace.outcome = "limited" if run.limited else "answered"
                 return result
 

@@ -13,8 +13,8 @@ from ragorder.pipelining.load import EngineLoad
 from ragorder.pipelining.protocols import D, PipelineTrace, R, RequestBuilder, StreamingEngine
 from ragorder.pipelining.workflow.execution import Input, answered, documents_of, found, input_of, query_of, question_of
 from ragorder.pipelining.workflow.graph import CompiledGraph
-from ragorder.pipelining.workflow.join import NodeRun, Tokens
-from ragorder.pipelining.workflow.nodes import Generation, NodeQuestion, Retrieval, Step
+from ragorder.pipelining.workflow.join import Tokens
+from ragorder.pipelining.workflow.nodes import Generation, NodeQuestion, NodeRun, Retrieval, Step
 from ragorder.pipelining.workflow.prediction import Query, RunKey, SpeculativeSearch, known_runs, predict_runs
 from ragorder.pipelining.workflow.result import Outcome
 from ragorder.pipelining.workflow.searching import Handle, Searcher

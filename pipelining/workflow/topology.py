@@ -8,7 +8,6 @@ from difflib import get_close_matches
 from functools import cached_property
 from itertools import combinations
 
-from ragorder.pipelining.workflow.execution import fields, query_fields
 from ragorder.pipelining.workflow.nodes import (
     END,
     QUESTION,
@@ -20,6 +19,8 @@ from ragorder.pipelining.workflow.nodes import (
     Retrieval,
     Step,
     Terminal,
+    fields,
+    query_fields,
 )
 
 Vertex = NodeId | Terminal

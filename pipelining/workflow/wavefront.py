@@ -15,8 +15,7 @@ from ragorder.pipelining.load import Admission, EngineLoad
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths
 from ragorder.pipelining.speculation import SpeculationGain
 from ragorder.pipelining.workflow.graph import CompiledGraph
-from ragorder.pipelining.workflow.join import NodeRun
-from ragorder.pipelining.workflow.nodes import Generation, Node, Retrieval
+from ragorder.pipelining.workflow.nodes import Generation, Node, NodeRun, Retrieval
 from ragorder.pipelining.workflow.pricing import DecodingCost, NodeTokens, Spending
 from ragorder.pipelining.workflow.result import Outcome, Worker, WorkflowTrace, WorkItemTrace
 

@@ -448,6 +448,16 @@ class TestReplan:
         expected_s = costs.retrieval_s(1) + (pace / generating - 1) * costs.read_s(1)
         assert planned.costs.retrieval_s(1) == pytest.approx(expected_s, rel=0.15)
 
+    def test_a_known_speed_of_partitions_counts_before_and_after_it_is_measured(self) -> None:
+        costs = replace(estimate(workload=LONG, batches=(1,)), reading=10.0)
+        replanner = Replanner(plan_placement(Budgets(700, 400), estimate(workload=LONG, batches=(1,))), costs, most=1)
+        assert replanner.plan(1).costs.reading == 10.0
+        assert replanner.plan(1).partitions == 4
+        for _ in range(50):
+            replanner.retrieved(costs.retrieval_s(1))
+            self.answer(replanner)
+        assert replanner.plan(1).costs.reading == pytest.approx(10.0, rel=0.15)
+
     def test_a_scan_that_takes_longer_is_no_reason_for_partitions_in_memory(self) -> None:
         costs = estimate()
         placed = plan_placement(Budgets(1500, 1000), costs, backlog=1)

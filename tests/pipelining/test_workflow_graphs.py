@@ -471,7 +471,7 @@ async def interleaved(graph: CompiledGraph, seed: int) -> WorkflowResult:
         values = await values_of(run, engine, prompts)
         tokens.finish(run, values)
     assert tokens.done
-    return WorkflowResult.of(graph, tokens.state)
+    return graph.result(tokens.state)
 
 
 async def values_of(run: Any, engine: ScriptedEngine, prompts: PlainPrompts) -> Any:

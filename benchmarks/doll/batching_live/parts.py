@@ -122,19 +122,6 @@ class TimedEngine(TieredEngine):
         return updates
 
 
-@dataclass(frozen=True, slots=True)
-class LiveCosts(EstimatedCosts):
-    """Costs with a speed of reading partitions, `reading`, that is not that of layers; a batch reads a `share`."""
-
-    reading: float = 1.0
-    share: float = 1.0
-
-    def retrieval_s(self, partitions: int) -> float:
-        total = sum(self.index.partitions)
-        read = total - self.index.resident(partitions)
-        return self.share * (read / self.reading + total / self.rates.scan)
-
-
 @dataclass(frozen=True)
 class LiveParts:
     """Documents, a vector for each question, the files of model and index, and what they cost."""
@@ -181,19 +168,21 @@ class LiveParts:
         return Workload(prompt_tokens=prompt, answer_tokens=ANSWER_TOKENS)
 
     @cached_property
-    def costs(self) -> LiveCosts:
-        cell = self.cell
+    def costs(self) -> EstimatedCosts:
+        """Partitions are read at another speed than layers, and a batch reads a share of them."""
+        cell, size = self.cell, sum(self.index.partitions)
         layers = sum(self.sizes.layers) * cell.scale / cell.step_s
         batches = sorted({1 << power for power in range(cell.most.bit_length())} | {cell.serial_most, cell.most})
-        return LiveCosts(
+        share = 1.0 if cell.index == "partitions" else 1 - (1 - _NEAREST) ** _TOGETHER
+        return EstimatedCosts(
             self.sizes,
             Rates(flops=_FLOPS, device=_MEMORY, host=_MEMORY, disk=layers, scan=_SCAN),
             self.index,
             self.workload(cell.top_k),
-            [size for size in batches if size <= cell.most],
+            [batch for batch in batches if batch <= cell.most],
             _STEP_TOKENS,
-            reading=sum(self.index.partitions) * cell.scale / cell.pass_s,
-            share=1.0 if cell.index == "partitions" else 1 - (1 - _NEAREST) ** _TOGETHER,
+            reading=share * layers * cell.pass_s / (cell.scale * size),
+            scan_s=share * size / _SCAN,
         )
 
     @cached_property
