@@ -20,9 +20,9 @@ from support.workflows import Asked, PlainPrompts, chain
 
 from ragorder.pipelining import AnswerChunk, CachedLengths, EngineLoad
 from ragorder.pipelining.workflow import Generation, NodeQuestion, RAGraph, State, WorkflowServer, one_shot
+from ragorder.pipelining.workflow.nodes import NodeRun
 from ragorder.pipelining.workflow.result import WorkflowTrace, WorkItemTrace
 from ragorder.pipelining.workflow.transformations import SpeculateGeneration, Split
-from ragorder.pipelining.workflow.nodes import NodeRun
 from ragorder.pipelining.workflow.wavefront import Wavefront, WorkItem
 
 CACHED = {"cold": 0, "warm": 50, "hot": 100}
