@@ -1,6 +1,6 @@
 """Fused requests in two checkouts, one that copies documents and one that shares them, in turn.
 
-`PYTHONPATH=tests python -m support.fused_copies COPIES SHARED SEEDS`; the commit before 5ef98f7e is the last with copies.
+`PYTHONPATH=tests python -m support.fused_copies COPIES SHARED SEEDS`; COPIES is at the commit before 5ef98f7e.
 """
 
 from __future__ import annotations
