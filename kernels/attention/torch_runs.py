@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +12,9 @@ from torch import Tensor
 from ragorder.kernels.attention.batch import PackedBatch, Ranges
 from ragorder.kernels.attention.runs import UNIT, QueryTurn, Runs
 from ragorder.kernels.attention.torch_backend import CHUNK, SCORES, Caches, Rule, alike, attend, hiding, scaled
+
+_SLACK_KEYS = 64
+"""A chunk's rows may see that many more keys than its first ones: hidden keys cost less than further calls."""
 
 
 def torch_run_attention(
@@ -85,10 +89,22 @@ def _prefill(
         units = runs.units[request, : length // UNIT].long()
         keys = turn.of_keys.apply(keys.view(len(units), -1, keys.shape[-1]), units).view_as(keys).to(q.dtype)
     rows = CHUNK if rule.softcap is None else max(1, min(CHUNK, SCORES // (q.shape[1] * length)))
+    reaches = batch.memo(("reaches", request), runs.reaches[begin:end].tolist)
     parts = []
-    for first in range(begin, end, rows):
-        own = slice(first, min(first + rows, end))
-        last = int(runs.reaches[own].max())
+    for first, stop, last in _chunks(reaches, rows):
+        own = slice(begin + first, begin + stop)
         hidden = runs.positions[request, :last] >= ranges.high[own, None]
         parts.append(attend(q[own], keys[:last], values[:last], hiding(hidden, q.dtype), rule))
     return torch.cat(parts)
+
+
+def _chunks(reaches: Sequence[int], rows: int) -> Iterator[tuple[int, int, int]]:
+    """Yield first and last row and most keys of chunks of up to `rows` rows that see about as many keys."""
+    first, least, most = 0, reaches[0], reaches[0]
+    for row, reach in enumerate(reaches):
+        shortest, longest = min(least, reach), max(most, reach)
+        if row - first == rows or longest - shortest > max(_SLACK_KEYS, shortest // 8):
+            yield first, row, most
+            first, shortest, longest = row, reach, reach
+        least, most = shortest, longest
+    yield first, len(reaches), most

@@ -257,7 +257,9 @@ def test_ray_serve(run: Run) -> None:
     need("ray.serve", "openai", "torch", "transformers")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    printed = run("ray_serve.py", str(port), timeout=1200, RAY_USAGE_STATS_ENABLED="0")
+    # Ray Serve gives its proxy 5 seconds to start, and replaces it after that.
+    patience = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "300", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "300"}
+    printed = run("ray_serve.py", str(port), timeout=1200, RAY_USAGE_STATS_ENABLED="0", **patience)
     engines = re.findall(r"^engine \w+: (\d+) questions, (\d+) of (\d+) prompt tokens cached$", printed, re.MULTILINE)
     assert sum(int(questions) for questions, _, _ in engines) == 36
     cached, prompts = (sum(int(each[place]) for each in engines) for place in (1, 2))
