@@ -207,7 +207,7 @@ class BlockPool:
     def close(self) -> None:
         """Free the memory. Blocks cannot be used again."""
         self.settle()
-        self._memory, self._views = [kv.new_empty((0, *kv.shape[1:])) for kv in self._memory], None
+        self._memory, self._views = self._emptied(), None
 
     def copy(self, source: int, target: int) -> None:
         self.settle()
@@ -243,8 +243,7 @@ class BlockPool:
 
     def _replaced(self, blocks: int) -> list[torch.Tensor]:
         before = self.blocks
-        self._views = None
-        self._memory = []
+        self._memory, self._views = self._emptied(), None
         try:
             return self._make(blocks)
         except MemoryError:
@@ -252,8 +251,11 @@ class BlockPool:
                 self._memory = self._make(before)
             except MemoryError:
                 # An empty pool can grow again.
-                self._memory, self.blocks, self._references, self._free = self._make(0), 0, [], []
+                self.blocks, self._references, self._free = 0, [], []
             raise
+
+    def _emptied(self) -> list[torch.Tensor]:
+        return [kv.new_empty((0, *kv.shape[1:])) for kv in self._memory]
 
     def _viewed(self) -> list[torch.Tensor]:
         return self._memory

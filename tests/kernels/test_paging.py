@@ -394,10 +394,15 @@ class TestResize:
         assert (pool.blocks, pool.used_blocks) == (4, 2)
         assert torch.equal(pool.kv[taken], before)
 
-    def test_without_memory_for_what_it_was_it_is_empty_until_it_grows(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        pool = filled(4)
+    @pytest.mark.parametrize("module", ["pool", "layered"])
+    def test_without_any_memory_it_is_empty_until_it_grows(self, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+        pool = filled(4) if module == "pool" else LayeredPool(SHAPE, 4, in_host=(1,))
+
+        def none(_: Any, blocks: int, *__: Any, **___: Any) -> Any:
+            raise MemoryError(f"no room for {blocks} blocks")
+
         with monkeypatch.context() as patched:
-            patched.setattr("ragorder.kernels.paging.pool.mmap", no_memory)
+            patched.setattr(f"ragorder.kernels.paging.{module}.zeros", none)
             with pytest.raises(MemoryError, match="no room for 3 blocks"):
                 pool.resize(3)
             assert (pool.blocks, pool.free_blocks, len(pool.kv)) == (0, 0, 0)
