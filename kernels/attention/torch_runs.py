@@ -14,7 +14,8 @@ from ragorder.kernels.attention.runs import UNIT, QueryTurn, Runs
 from ragorder.kernels.attention.torch_backend import CHUNK, SCORES, Caches, Rule, alike, attend, hiding, scaled
 
 _SLACK_KEYS = 64
-"""A chunk's rows may see that many more keys than its first ones: hidden keys cost less than further calls."""
+"""Rows of a chunk may see that many more keys than others of it, or an eighth more: few hidden keys cost less than
+another call."""
 
 
 def torch_run_attention(
@@ -99,7 +100,7 @@ def _prefill(
 
 
 def _chunks(reaches: Sequence[int], rows: int) -> Iterator[tuple[int, int, int]]:
-    """Yield first and last row and most keys of chunks of up to `rows` rows that see about as many keys."""
+    """Yield chunks of up to `rows` rows that see about as many keys: first row, end, and most keys of a row."""
     first, least, most = 0, reaches[0], reaches[0]
     for row, reach in enumerate(reaches):
         shortest, longest = min(least, reach), max(most, reach)
