@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ragorder import Document, Orderer, PromptBuilder
-from ragorder.citations import cited, number_label
+from ragorder.citations import number_label
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "citations.md"
 # Best first, as retrieval gave them: the cache has them as c, a, b.
@@ -77,57 +77,6 @@ def test_labels_that_do_not_move(orderer: Orderer) -> None:
     )
     assert [document.id for document in names["ordering"].documents] == IN_THE_PROMPT
     assert [document.id for document in names["sources"]] == ["b", "c"]
-
-
-def test_labels_in_langchain_are_the_same_in_every_order(orderer: Orderer) -> None:
-    pytest.importorskip("langchain_core")
-    from langchain_core.documents import Document
-    from langchain_core.prompts import PromptTemplate
-    from langchain_core.runnables import RunnableLambda
-
-    from ragorder.adapters.langchain import CacheOrderTransformer
-
-    def show(documents: list[Document]) -> str:
-        return "\n\n".join(f"[{number_label(each.page_content)}] {each.page_content}" for each in documents)
-
-    documents = {each: Document(text(each), id=each) for each in RANKED}
-    reorder = CacheOrderTransformer(orderer)
-    prompt = PromptTemplate.from_template("{context}") | RunnableLambda(lambda prompt: prompt.text)
-    chain = {"context": reorder | show} | prompt
-    labels = {}
-    for names in (IN_THE_PROMPT, RANKED, RANKED[::-1]):
-        retrieved = [documents[each] for each in names]
-        shown = re.findall(r"\[(\d+)\] .* (\w)\.", chain.invoke(retrieved))
-        assert [each for _, each in shown] == IN_THE_PROMPT
-        for label, each in shown:
-            assert labels.setdefault(each, label) == label
-            found = cited(f"So [{label}].", retrieved, lambda document: number_label(document.page_content))
-            assert found == [documents[each]]
-
-
-def test_sources_and_numbers_agree_in_llama_index(orderer: Orderer) -> None:
-    pytest.importorskip("llama_index.core")
-    from llama_index.core.llms import MockLLM
-    from llama_index.core.node_parser import SentenceSplitter
-    from llama_index.core.query_engine import CitationQueryEngine
-
-    from ragorder.adapters.llama_index import CacheOrderPostprocessor
-
-    postprocessor = CacheOrderPostprocessor(orderer)
-    postprocessor.postprocess_nodes(llama_nodes(IN_THE_PROMPT))
-    engine = CitationQueryEngine(
-        llama_retriever(),
-        llm=MockLLM(),
-        text_splitter=SentenceSplitter(tokenizer=str.split),
-        node_postprocessors=[postprocessor],
-    )
-    response = engine.query("Which?")
-    numbered = re.findall(r"Source (\d):\n.* know of (\w)\.", str(response))
-    assert numbered[-3:] == [("1", "c"), ("2", "a"), ("3", "b")]
-    for number, each in numbered[-3:]:
-        source = response.source_nodes[int(number) - 1]
-        assert text(each) in source.text
-        assert source.metadata["label"] == number_label(text(each))
 
 
 def test_in_plain_python(orderer: Orderer) -> None:

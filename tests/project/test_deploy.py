@@ -89,7 +89,7 @@ def parsed(command: list[str]) -> click.Context:
 
 
 class TestImage:
-    def test_its_bases_are_one_pinned_image(self) -> None:
+    def test_its_bases_are_one_pinned_image_that_runs_the_command_without_root_on_its_port(self) -> None:
         bases = [rest for word, rest in instructions() if word == "FROM"]
         assert bases == ["${PYTHON_IMAGE} AS build", "${PYTHON_IMAGE}"]
         (pinned,) = [rest for word, rest in instructions() if word == "ARG" and rest.startswith("PYTHON_IMAGE")]
@@ -98,8 +98,6 @@ class TestImage:
         version = re.match(r"\d+\.\d+\.\d+", tag)
         assert version is not None
         assert Requirement(f"python{PROJECT['project']['requires-python']}").specifier.contains(version[0])
-
-    def test_runs_the_command_without_root_on_its_port(self) -> None:
         last = dict(instructions())
         assert last["USER"] == "10001:10001"
         assert last["EXPOSE"] == str(PORT)
@@ -185,12 +183,12 @@ class TestCompose:
         found: dict[str, Any] = compose["services"]
         return found
 
-    def test_has_four_services_that_publish_on_this_machine_only(self, services: dict[str, Any]) -> None:
+    def test_has_four_services_of_pinned_images_that_publish_on_this_machine_only(
+        self, services: dict[str, Any]
+    ) -> None:
         assert set(services) == {"vllm", "ragorder", "prometheus", "grafana"}
         published = [port for each in services.values() for port in each.get("ports", [])]
         assert sorted(published) == ["127.0.0.1:3000:3000", f"127.0.0.1:{PORT}:{PORT}", "127.0.0.1:9090:9090"]
-
-    def test_no_image_moves_under_its_tag(self, services: dict[str, Any]) -> None:
         for name, each in services.items():
             image = re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", each["image"])
             tag = image.rpartition(":")[2]
@@ -204,7 +202,9 @@ class TestCompose:
         (image,) = {each["image"] for name in OVERLAYS for each in containers(render(DEPLOY / name), "vllm")}
         assert image.endswith(f":v{found[1]}")
 
-    def test_the_proxy_runs_without_rights_and_after_the_engine(self, services: dict[str, Any]) -> None:
+    def test_the_proxy_runs_without_rights_after_the_engine_and_mounts_are_read_only(
+        self, services: dict[str, Any]
+    ) -> None:
         proxy = services["ragorder"]
         assert proxy["read_only"] is True
         assert proxy["cap_drop"] == ["ALL"]
@@ -213,19 +213,17 @@ class TestCompose:
         assert proxy["image"].endswith(f":{PROJECT['project']['version']}")
         assert (DEPLOY / proxy["build"]["context"]).resolve() == ROOT
         assert (ROOT / proxy["build"]["dockerfile"]).is_file()
+        mounted = [volume for each in services.values() for volume in each.get("volumes", []) if volume[0] == "."]
+        assert len(mounted) == 3
+        for source, _, mode in (volume.split(":") for volume in mounted):
+            assert (DEPLOY / source).is_dir()
+            assert mode == "ro"
 
     def test_the_proxy_answers_the_name_by_which_prometheus_asks(self, services: dict[str, Any]) -> None:
         (scraping,) = documents(DEPLOY / "prometheus" / "prometheus.yml")
         jobs = {each["job_name"]: each["static_configs"][0]["targets"] for each in scraping["scrape_configs"]}
         assert jobs == {"ragorder": [f"ragorder:{PORT}"], "vllm": ["vllm:8000"]}
         assert "ragorder" in parsed(services["ragorder"]["command"]).params["allow_host"]
-
-    def test_what_it_mounts_is_there(self, services: dict[str, Any]) -> None:
-        mounted = [volume for each in services.values() for volume in each.get("volumes", []) if volume[0] == "."]
-        assert len(mounted) == 3
-        for source, _, mode in (volume.split(":") for volume in mounted):
-            assert (DEPLOY / source).is_dir()
-            assert mode == "ro"
 
     def test_is_compose_by_its_schema(self) -> None:
         pytest.importorskip("check_jsonschema")
@@ -278,18 +276,3 @@ class TestServed:
                 # What llm-d's picker scrapes through the proxy.
                 assert client.get("/metrics/").text == "vllm:num_requests_waiting 3.0\n"
             assert process.stop() == ""
-
-
-def test_the_readme_names_every_folder() -> None:
-    text = (DEPLOY / "README.md").read_text("utf-8")
-    for path in (*DEPLOY.iterdir(), *(DEPLOY / "kubernetes").iterdir(), *(DEPLOY / "routers").iterdir()):
-        if path.name not in ("README.md", "Containerfile.dockerignore"):
-            assert path.name in text, path
-    assert "Not tried" in text
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if path.suffix in (".yaml", ".yml")], ids=lambda path: path.name
-)
-def test_every_file_is_yaml(path: Path) -> None:
-    assert documents(path)

@@ -128,19 +128,6 @@ def test_an_option_that_a_page_names_exists(page: Path) -> None:
     assert named - options() - FOREIGN == set()
 
 
-def test_the_readme_fits_a_first_reading_and_says_what_is_not_measured() -> None:
-    text = (ROOT / "README.md").read_text("utf-8")
-    assert text.count("\n") <= 81
-    parts = (
-        *("docs/why.svg", "```python", "git clone", "make demo", "make test", "not on the package index"),
-        *("| LangChain |", "ragorder serve", "**Does it help me?**", "It does not help agents"),
-        *("ragorder replay --example", "**How many prompts move?**", "## Results"),
-        *("**Not measured yet**: vLLM on a GPU", "| vLLM |", "docs/index.md"),
-    )
-    places = [text.find(part) for part in parts]
-    assert -1 not in places and places == sorted(places)
-
-
 def test_the_readme_shows_what_its_python_prints() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     program, printed = re.findall(r"```python\n(.*?\n)((?:# [^\n]*\n)+)```", text, re.DOTALL)[0]

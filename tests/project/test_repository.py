@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -32,41 +30,12 @@ class TestWorkflows:
         assert PROJECT["requires-python"] == f">={python}"
         assert f"Programming Language :: Python :: {python}" in PROJECT["classifiers"]
 
-    def test_of_every_push_check_test_and_pack(self) -> None:
-        job = parsed(".github/workflows/ci.yml")["jobs"]["make"]
-        assert set(job["strategy"]["matrix"]["target"]) == {"check", "test", "test-lowest", "dist"}
-
     def test_hooks_call_the_makefile(self) -> None:
         (repository,) = parsed(".pre-commit-config.yaml")["repos"]
         assert repository["repo"] == "local"
         for hook in repository["hooks"]:
             command, target = hook["entry"].split()
             assert command == "make" and target in TARGETS
-
-
-def test_subjects_of_recent_commits_are_short_and_begin_with_a_capital_letter() -> None:
-    git = shutil.which("git")
-    if git is None or not (ROOT / ".git").exists():
-        pytest.skip("needs the git repository")
-    said = [
-        subprocess.run([git, *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-        for command in (["rev-parse", "--is-shallow-repository"], ["log", "--no-merges", "-20", "--format=%s"])
-    ]
-    if said[0] == ["true"]:
-        pytest.skip("a shallow clone may end with a merge that GitHub has named")
-    assert said[1]
-    assert [subject for subject in said[1] if len(subject) > 72 or not subject[0].isupper()] == []
-
-
-class TestForms:
-    @pytest.mark.parametrize("name", ["bug", "saving", "idea"])
-    def test_have_what_a_form_needs(self, name: str) -> None:
-        form = parsed(f".github/ISSUE_TEMPLATE/{name}.yml")
-        assert form["name"] and form["description"]
-        fields = [field for field in form["body"] if field["type"] != "markdown"]
-        assert len({field["id"] for field in fields}) == len(fields)
-        assert all(field["attributes"]["label"] for field in fields)
-        assert any(field.get("validations", {}).get("required") for field in fields)
 
 
 class TestTheCitation:
