@@ -98,6 +98,9 @@ class TestImport:
 
 
 class TestTree:
+    def test_kernels_is_no_package_of_its_own(self) -> None:
+        assert not (ROOT / "kernels" / "__init__.py").exists(), "it would hide Hugging Face's kernels"
+
     @pytest.mark.slow
     def test_transformers_models_can_be_imported_from_the_root(self, python: Any) -> None:
         pytest.importorskip("transformers")
