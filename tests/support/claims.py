@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -36,8 +37,8 @@ _UNDECIDED = ("no difference", "not decided")
 @dataclass(frozen=True, slots=True)
 class Claim:
     """`figure` and `interval` as pages write them; `kind` is one of `KINDS`. `entries` are (row, column) of `table`, in
-    the report on `suite`; `where` are entries of `runs` in a file of JSON lines, instead, and `measure` a figure of
-    theirs (a dot: within another). `note` is a part of what stands below the table."""
+    the report on `suite`; `where` are runs in a file of JSON lines, instead, by the cached ratio. `note` is a part of
+    what stands below the table."""
 
     claim: str
     figure: str
@@ -50,10 +51,8 @@ class Claim:
     table: str = ""
     entries: tuple[tuple[str, str], ...] = ()
     where: tuple[Mapping[str, Any], ...] = ()
-    measure: str = "cached_ratio"
     note: str = ""
     divide: float = 1
-    slow: bool = False
 
     @property
     def words(self) -> str:
@@ -197,15 +196,7 @@ def _share(claim: Claim, where: Mapping[str, Any]) -> str:
     found = [run for run in runs if all(run[name] == value for name, value in {"max_wait": None, **where}.items())]
     if not found:
         return f"? {claim.claim}: {claim.data} has no run {dict(where)}"
-    shares = 100 if claim.measure.endswith("ratio") else 1
-    return str(shares * sum(_figure(run, claim.measure) for run in found) / len(found))
-
-
-def _figure(run: Mapping[str, Any], measure: str) -> float:
-    found: Any = run
-    for name in measure.split("."):
-        found = found[name]
-    return float(found)
+    return str(100 * fmean(run["cached_ratio"] for run in found))
 
 
 def page(every: Sequence[Claim]) -> str:

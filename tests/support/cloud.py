@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from support.far_end import Answer, FarEnd, Request, answer_events, answer_json
+
 PROMPT, CACHED, COMPLETION = 600, 512, 7
 _OPENAI = {"prompt_tokens": PROMPT, "completion_tokens": COMPLETION, "total_tokens": PROMPT + COMPLETION}
 _CHAT_USAGE = _OPENAI | {"prompt_tokens_details": {"cached_tokens": CACHED}}
@@ -50,42 +52,32 @@ class Cloud:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.error: tuple[int, dict[str, Any]] | None = None
+        self._far_end = FarEnd()
+        self._far_end.play = self._play  # type: ignore[method-assign]
 
     @property
     def last(self) -> dict[str, Any]:
         return self.bodies[-1]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            raise NotImplementedError(scope["type"])
-        content, more = b"", True
-        while more:
-            message = await receive()
-            content += message.get("body", b"")
-            more = message.get("more_body", False)
-        self.contents.append(content)
-        body = json.loads(content)
-        self.bodies.append(body)
-        self.headers.append({name.decode(): value.decode("latin-1") for name, value in scope["headers"]})
+        await self._far_end(scope, receive, send)
+
+    def _play(self, request: Request) -> Answer:
+        self.contents.append(request.body)
+        self.bodies.append(request.json)
+        self.headers.append(dict(request.headers))
         answers = {
             "/v1/chat/completions": _chat,
             "/v1/messages": _messages,
             "/v1/responses": _responses,
             "/v2/chat": _cohere,
         }
-        answer = answers.get(scope["path"])
-        status, kind = 200, b"application/json"
+        answer = answers.get(request.target.partition("?")[0])
         if self.error is not None or answer is None:
             status, error = self.error or (404, {"error": {"message": "no such route", "type": "not_found_error"}})
-            chunks = iter([json.dumps(error).encode()])
-        elif body.get("stream"):
-            kind, chunks = b"text/event-stream", answer(True)
-        else:
-            chunks = answer(False)
-        await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
-        for chunk in chunks:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+            return answer_json(error, status)
+        streamed = bool(self.last.get("stream"))
+        return answer_events(*answer(True)) if streamed else Answer(answer(False))
 
 
 def _event(content: dict[str, Any], *, named: bool = True) -> bytes:

@@ -52,9 +52,7 @@ class FakeEngine:
         app.router.add_get("/metrics", self.metrics)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/state", self.state)
-        app.router.add_post("/sick", self.sick)
-        app.router.add_post("/open", self.open)
-        app.router.add_post("/clear", self.cleared)
+        app.router.add_post("/{what:sick|open|clear}", self.told)
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/responses", self.respond)
         app.router.add_route("*", "/v1/responses/{id}", self.stored)
@@ -64,16 +62,14 @@ class FakeEngine:
     async def health(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
 
-    async def sick(self, _: web.Request) -> web.Response:
-        self.healthy = False
-        return web.Response()
-
-    async def open(self, _: web.Request) -> web.Response:
-        self.gate.set()
-        return web.Response()
-
-    async def cleared(self, _: web.Request) -> web.Response:
-        self.clear()
+    async def told(self, request: web.Request) -> web.Response:
+        match request.match_info["what"]:
+            case "sick":
+                self.healthy = False
+            case "open":
+                self.gate.set()
+            case "clear":
+                self.clear()
         return web.Response()
 
     async def pause(self, seconds: float | None) -> None:
@@ -168,11 +164,10 @@ def _tokens(text: str) -> list[int]:
     return [int.from_bytes(piece.encode()[:7].ljust(7), "big") for piece in pieces]
 
 
-class EngineProcess:
-    def __init__(self, popen: subprocess.Popen[str], url: str, ranks: int, capacity_tokens: int) -> None:
-        self.popen = popen
-        self.url = url
-        self.shape = ranks, capacity_tokens
+class RunningEngine:
+    """A fake engine at `url`."""
+
+    url: str
 
     @property
     def state(self) -> Any:
@@ -191,12 +186,19 @@ class EngineProcess:
     def clear(self) -> None:
         self._tell("clear")
 
+    def _tell(self, what: str) -> None:
+        urllib.request.urlopen(urllib.request.Request(f"{self.url}/{what}", b""), timeout=30).close()
+
+
+class EngineProcess(RunningEngine):
+    def __init__(self, popen: subprocess.Popen[str], url: str, ranks: int, capacity_tokens: int) -> None:
+        self.popen = popen
+        self.url = url
+        self.shape = ranks, capacity_tokens
+
     def kill(self) -> None:
         self.popen.kill()
         self.popen.wait(60)
-
-    def _tell(self, what: str) -> None:
-        urllib.request.urlopen(urllib.request.Request(f"{self.url}/{what}", b""), timeout=30).close()
 
 
 class Engines:

@@ -121,11 +121,6 @@ class FrameworkContract(ABC):
     def orderer(self) -> Orderer:
         return Orderer(block_size=1)
 
-    def test_a_request_begins_as_an_earlier_one_did(self, orderer: Orderer) -> None:
-        adapter = self.adapter(orderer)
-        assert self.texts(self.order(adapter, self.found(*"abc"))) == self.expected(*"abc")
-        assert self.texts(self.order(adapter, self.found(*"dcba"))) == self.expected(*"abcd")
-
     @inherited
     @given(REQUESTS)
     def test_the_same_objects_come_back_unchanged_each_as_often_as_given(self, requests: list[list[str]]) -> None:
@@ -189,7 +184,9 @@ class FrameworkContract(ABC):
         assert self.texts(self.order(theirs, self.found(*"ba"))) == self.expected(*"ba")
         assert self.texts(self.order(ours, self.found(*"ba"))) == self.expected(*"ab")
 
-    async def test_a_broken_function_leaves_retrieval_order_and_is_counted(self, orderer: Orderer) -> None:
+    async def test_a_broken_function_leaves_retrieval_order_and_is_counted_or_raises_if_strict(
+        self, orderer: Orderer
+    ) -> None:
         self.order(self.adapter(orderer), self.found(*"ab"))
         cases = [{name: broken} for name in self.options] + [{"tokens": str}, {"tokens": lambda _: -1}]
         for count, options in enumerate(cases):
@@ -197,15 +194,13 @@ class FrameworkContract(ABC):
             assert self.texts(self.order(adapter, self.found(*"ba"))) == self.expected(*"ba"), options
             assert self.texts(await self.aorder(adapter, self.found(*"ba"))) == self.expected(*"ba"), options
             assert orderer.fallbacks == 2 * count + 2, options
+        with pytest.raises(LookupError):
+            self.order(self.adapter(Orderer(strict=True), key=broken), self.found("a"))
 
     def test_an_unreadable_document_leaves_retrieval_order_and_is_counted(self, orderer: Orderer) -> None:
         documents: list[Any] = [*self.found("b"), object(), *self.found("a")]
         assert self.order(self.adapter(orderer), documents) == documents
         assert orderer.fallbacks == 1
-
-    def test_strict_raises_instead(self) -> None:
-        with pytest.raises(LookupError):
-            self.order(self.adapter(Orderer(strict=True), key=broken), self.found("a"))
 
     def test_an_ordering_counts_as_served_at_once(self, orderer: Orderer) -> None:
         recorder = Recorder(orderer)
@@ -230,17 +225,13 @@ class FrameworkContract(ABC):
         assert self.texts(self.order(again, self.found(*"abc"))) == self.expected(*"acb")
         assert self.texts(self.order(again, self.found(*"bca")))[0] == self.expected("b")[0]
 
-    def test_threads_get_their_own_documents(self, orderer: Orderer) -> None:
+    async def test_threads_and_tasks_get_their_own_documents(self, orderer: Orderer) -> None:
         adapter = self.adapter(orderer)
         with ThreadPoolExecutor(64) as pool:
-            results = list(pool.map(lambda names: self.order(adapter, self.found(*names)), CONCURRENT))
-        assert [sorted(self.texts(result)) for result in results] == [sorted(self.expected(*n)) for n in CONCURRENT]
-        assert orderer.fallbacks == 0
-
-    async def test_tasks_get_their_own_documents(self, orderer: Orderer) -> None:
-        adapter = self.adapter(orderer)
-        results = await asyncio.gather(*[self.aorder(adapter, self.found(*names)) for names in CONCURRENT])
-        assert [sorted(self.texts(result)) for result in results] == [sorted(self.expected(*n)) for n in CONCURRENT]
+            in_threads = list(pool.map(lambda names: self.order(adapter, self.found(*names)), CONCURRENT))
+        in_tasks = await asyncio.gather(*[self.aorder(adapter, self.found(*names)) for names in CONCURRENT])
+        for results in (in_threads, in_tasks):
+            assert [sorted(self.texts(each)) for each in results] == [sorted(self.expected(*n)) for n in CONCURRENT]
         assert orderer.fallbacks == 0
 
     def test_without_the_framework_the_import_names_the_extra(self, python: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Coroutine, Sequence
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -59,36 +60,13 @@ def set_bounds(patch: pytest.MonkeyPatch, **bounds: Any) -> None:
 # ---------------------------------------------------------------- orderers
 
 
-def scopes_of(orderer: Any) -> Any:
-    return orderer._scopes
-
-
-def lock_of(orderer: Any) -> Any:
-    """The lock that defers work."""
-    return orderer._lock
-
-
-def held_while_working(orderer: Any) -> Any:
-    return orderer._lock._lock
-
-
-def deferred_in(orderer: Any) -> Any:
-    """What waits for the lock's holder."""
-    return orderer._lock._queue
-
-
-def other_order_of(observed: Any) -> Any:
-    """The orderer that is told what would have been sent."""
-    return observed._other
-
-
-def ordering_of(request: Any) -> Any:
-    """The ordering of a request on its way."""
-    return request._ordering
-
-
-def lease_of(ordering: Any) -> Any:
-    return ordering._lease
+scopes_of = attrgetter("_scopes")
+lock_of = attrgetter("_lock")  # The lock that defers work
+held_while_working = attrgetter("_lock._lock")
+deferred_in = attrgetter("_lock._queue")  # What waits for the lock's holder
+other_order_of = attrgetter("_other")  # The orderer that is told what would have been sent
+ordering_of = attrgetter("_ordering")  # The ordering of a request on its way
+lease_of = attrgetter("_lease")
 
 
 def plan_of(callback: Any) -> Any:
@@ -97,13 +75,8 @@ def plan_of(callback: Any) -> Any:
     return sent._ordering.cloud._plan
 
 
-def lock_of_outcomes(metrics: Any) -> Any:
-    return metrics._settled._lock
-
-
-def computed_in(choice: Any) -> Any:
-    """What a choice of replicas has computed for each."""
-    return choice._computed
+lock_of_outcomes = attrgetter("_settled._lock")
+computed_in = attrgetter("_computed")  # What a choice of replicas has computed for each
 
 
 def dry_run(orderer: Any, batch: Sequence[Sequence[Any]]) -> tuple[list[Any], Any]:
@@ -142,22 +115,10 @@ def escape(pattern: Any, longest: int, text: str) -> str | None:
 # ---------------------------------------------------------------- residency
 
 
-def held_in(table: Any) -> Any:
-    """What an engine's table, or a tier that is mirrored, has by its own account."""
-    return table._held
-
-
-def contents_in(table: Any) -> Any:
-    """The contents that are known, held or not."""
-    return table._contents
-
-
-def watchers_of(table: Any) -> Any:
-    return table._watchers
-
-
-def writers_lock_of(table: Any) -> Any:
-    return table._lock
+held_in = attrgetter("_held")  # What an engine's table, or a tier that is mirrored, has by its own account
+contents_in = attrgetter("_contents")  # The contents that are known, held or not
+watchers_of = attrgetter("_watchers")
+writers_lock_of = attrgetter("_lock")
 
 
 def key_in(residency: Any, node: Any) -> Any:
@@ -165,13 +126,8 @@ def key_in(residency: Any, node: Any) -> Any:
     return residency._key(node)
 
 
-def room_of(pool: Any) -> Any:
-    return pool._held_tokens
-
-
-def blocks_in(engine: Any) -> Any:
-    """The simulated engine's blocks by their hashes."""
-    return engine._block_of
+room_of = attrgetter("_held_tokens")
+blocks_in = attrgetter("_block_of")  # The simulated engine's blocks by their hashes
 
 
 def replace_take(patch: pytest.MonkeyPatch, events: Any, take: Callable[[Any], Any]) -> Any:
@@ -184,26 +140,11 @@ def replace_take(patch: pytest.MonkeyPatch, events: Any, take: Callable[[Any], A
 # ---------------------------------------------------------------- clients and servers
 
 
-def nodes_in(graph: Any) -> Any:
-    """The nodes of a graph that is being built."""
-    return graph._nodes
-
-
-def load_of(client: Any) -> Any:
-    """What a pipelined client knows of the engine's load."""
-    return client._pipeline.load
-
-
-def engine_of(client: Any) -> Any:
-    return client._pipeline._engine
-
-
-def turns_in(conversation: Any) -> Any:
-    return conversation._sent
-
-
-def unsent_in(log: Any) -> Any:
-    return log._waiting
+nodes_in = attrgetter("_nodes")  # The nodes of a graph that is being built
+load_of = attrgetter("_pipeline.load")  # What a pipelined client knows of the engine's load
+engine_of = attrgetter("_pipeline._engine")
+turns_in = attrgetter("_sent")
+unsent_in = attrgetter("_waiting")
 
 
 def is_closed(log: Any) -> bool:
@@ -217,8 +158,7 @@ def never_fill(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TierLoads, "_filling_s", lambda *_: math.inf)
 
 
-def measured_client_of(server: Any) -> Any:
-    return server._client
+measured_client_of = attrgetter("_client")
 
 
 def replay_in_worker(patch: pytest.MonkeyPatch, shared: tuple[Any, ...], job: Any) -> bool:
@@ -267,8 +207,7 @@ def connector_without_engine(tier_settings: Any, profile: Any, **parts: Any) -> 
     return connector
 
 
-def requests_in(connector: Any) -> Any:
-    return connector._cached_tokens
+requests_in = attrgetter("_cached_tokens")
 
 
 def spec_without_worker(spec: Any) -> Any:
@@ -277,8 +216,7 @@ def spec_without_worker(spec: Any) -> Any:
     return made
 
 
-def policy_of(primary: Any) -> Any:
-    return primary._policy
+policy_of = attrgetter("_policy")
 
 
 def set_policy(primary: Any, policy: Any) -> None:
@@ -289,17 +227,9 @@ def node_in(policy: Any, key: Any) -> Any:
     return policy._tier.get(key)
 
 
-def awaited_by(policy: Any) -> Any:
-    """Chunks that waiting requests need."""
-    return policy._awaited
-
-
-def threads_of(disk: Any) -> Any:
-    return disk._threads
-
-
-def store_of(disk: Any) -> Any:
-    return disk._store
+awaited_by = attrgetter("_awaited")  # Chunks that waiting requests need
+threads_of = attrgetter("_threads")
+store_of = attrgetter("_store")
 
 
 def chunk_file(disk: Any, key: Any) -> str:
@@ -315,34 +245,18 @@ def is_closing(threads: Any) -> bool:
 # ---------------------------------------------------------------- the torch engine
 
 
-def cache_of(engine: Any) -> Any:
-    return engine._cache
-
-
-def runner_of(engine: Any) -> Any:
-    return engine._runner
-
-
-def scheduler_of(engine: Any) -> Any:
-    return engine._scheduler
+cache_of = attrgetter("_cache")
+runner_of = attrgetter("_runner")
+scheduler_of = attrgetter("_scheduler")
 
 
 def preempt(scheduler: Any, sequence: Any) -> None:
     scheduler._preempt(sequence)
 
 
-def sequences_of(engine: Any) -> Any:
-    """The sequences of all requests that have not ended, by id."""
-    return engine._sequences
-
-
-def counters_of(engine: Any) -> Any:
-    return engine._counters
-
-
-def memory_of(engine: Any) -> Any:
-    """What gives memory back under pressure."""
-    return engine._memory
+sequences_of = attrgetter("_sequences")  # The sequences of all requests that have not ended, by id
+counters_of = attrgetter("_counters")
+memory_of = attrgetter("_memory")  # What gives memory back under pressure
 
 
 def model_of(engine: Any) -> tuple[Any, Any]:
@@ -356,8 +270,7 @@ def models_held() -> Any:
     return model._held
 
 
-def preprocessor_of(builder: Any) -> Any:
-    return builder._preprocessor
+preprocessor_of = attrgetter("_preprocessor")
 
 
 def path_of(engine: Any, request: Any) -> Any:
@@ -372,13 +285,8 @@ def questions_of(engine: Any, **bounds: Any) -> Any:
     return engine._questions
 
 
-def profile_in(cache: Any) -> Any:
-    """The profile by which a cache prices what it evicts."""
-    return cache._uses._profile
-
-
-def scorer_of(engine: Any) -> Any:
-    return engine._scheduler._fuser._scorer
+profile_in = attrgetter("_uses._profile")  # The profile by which a cache prices what it evicts
+scorer_of = attrgetter("_scheduler._fuser._scorer")
 
 
 def replace_forward(patch: pytest.MonkeyPatch, scorer: Any, replace: Callable[[Any], Any]) -> None:
@@ -397,8 +305,7 @@ def lock_profile(cache: Any, key: str) -> Any:
     return cache._lock(key, 1.0)
 
 
-def streamer_of(engine: Any) -> Any:
-    return engine._streamer
+streamer_of = attrgetter("_streamer")
 
 
 def await_reads(streamer: Any) -> None:
@@ -411,32 +318,13 @@ def await_reads(streamer: Any) -> None:
 # ---------------------------------------------------------------- the engine's cache
 
 
-def tiers_of(cache: Any) -> Any:
-    return cache._tiers
-
-
-def device_of(cache: Any) -> Any:
-    return cache._tiers.device
-
-
-def host_of(cache: Any) -> Any:
-    return cache._tiers.host
-
-
-def disk_of(cache: Any) -> Any:
-    return cache._tiers.disk
-
-
-def leases_of(cache: Any) -> Any:
-    return cache._leases
-
-
-def copies_of(cache: Any) -> Any:
-    return cache._tiers.copies
-
-
-def running_copies(cache: Any) -> Any:
-    return cache._tiers.copies._running
+tiers_of = attrgetter("_tiers")
+device_of = attrgetter("_tiers.device")
+host_of = attrgetter("_tiers.host")
+disk_of = attrgetter("_tiers.disk")
+leases_of = attrgetter("_leases")
+copies_of = attrgetter("_tiers.copies")
+running_copies = attrgetter("_tiers.copies._running")
 
 
 # ---------------------------------------------------------------- searches
@@ -449,13 +337,8 @@ def cluster_index() -> Any:
     return ClusterIndex
 
 
-def file_of(search: Any) -> Any:
-    """The index file of a search by partition."""
-    return search._file
-
-
-def scanner_of(search: Any) -> Any:
-    return search._scanner
+file_of = attrgetter("_file")  # The index file of a search by partition
+scanner_of = attrgetter("_scanner")
 
 
 def reads_ahead(passing: Any) -> bool:
@@ -463,6 +346,4 @@ def reads_ahead(passing: Any) -> bool:
     return passing._walk._reading is not None
 
 
-def reader_of(search: Any) -> Any:
-    """The thread that reads partitions."""
-    return search._reader
+reader_of = attrgetter("_reader")  # The thread that reads partitions

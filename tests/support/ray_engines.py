@@ -7,34 +7,26 @@ import json
 import os
 import signal
 import threading
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aiohttp import web
+
+from support.fake_engine import FakeEngine, RunningEngine
+
 _OPEN = "gates-open"
 
 
 @dataclass
-class ReplicaProcess:
+class ReplicaProcess(RunningEngine):
     """A replica with a fake engine."""
 
     name: str
     pid: int
     url: str
-
-    @property
-    def state(self) -> Any:
-        with urllib.request.urlopen(f"{self.url}/state", timeout=30) as response:
-            return json.load(response)
-
-    def open(self) -> None:
-        urllib.request.urlopen(urllib.request.Request(f"{self.url}/open", b""), timeout=30).close()
-
-    def sicken(self) -> None:
-        urllib.request.urlopen(urllib.request.Request(f"{self.url}/sick", b""), timeout=30).close()
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
@@ -105,10 +97,6 @@ class NeverEnding:
 
 def _serving(capacity_tokens: int, *, is_open: bool) -> str:
     """The URL of a fake engine in a thread of this process."""
-    from aiohttp import web
-
-    from support.fake_engine import FakeEngine
-
     started = threading.Event()
     urls: list[str] = []
 
