@@ -14,7 +14,7 @@ from ragorder.eval.running.runner import Run
 from ragorder.eval.running.specs import Bench
 
 _DEFAULTS = {"order": "data", "waiting": 0, "batch": False, "max_wait": None}
-_SUMMED = ("prompt_tokens", "cached_tokens", "reordered", "best_moved", "displacement")
+_SUMMED = ("prompt_tokens", "cached_tokens", "reordered", "displacement")
 
 
 def runs_of(text: str) -> list[dict[str, Any]]:

@@ -17,27 +17,17 @@ from random import Random
 from threading import Event
 from typing import Any
 
+from support import families
+
 VOCABULARY = 2000
 PROMPT, ANSWER = 120, 8
 
 
 def make_model(folder: Path, *, layers: int, hidden: int) -> Path:
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), hidden // 64)
+    model = families.make_model("Llama", vocab_size=VOCABULARY, max_position_embeddings=2048, **sizes, **heads)
+    model.save_pretrained(folder)
     return folder
 
 

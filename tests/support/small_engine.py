@@ -7,10 +7,11 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from support.families import VOCABULARY, make_model
+
 if TYPE_CHECKING:
     from ragorder.kernels.engine import Completion, Request, TieredEngine
 
-VOCABULARY = 300
 BLOCK = 16
 
 Make = Callable[..., "TieredEngine"]
@@ -18,28 +19,8 @@ Make = Callable[..., "TieredEngine"]
 
 def small_model(**changes: Any) -> Any:
     """Two layers of random weights, large enough for attention to matter. `changes`: of its configuration."""
-    import torch
-    import transformers
-
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 1024,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    torch.manual_seed(0)
-    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes | changes)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4)
-    return model
+    sizes = {"intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 1024}
+    return make_model("Qwen2", **sizes | changes)
 
 
 def tokens(count: int, seed: int) -> list[int]:

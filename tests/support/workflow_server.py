@@ -204,21 +204,13 @@ def eager_server(
 
 
 def played_server(
-    engine: SlowEngine, search: PlayedSearch, *transformations: Any, load: EngineLoad | None = None, **options: Any
+    engine: SlowEngine, search: PlayedSearch, *transformations: Any, **options: Any
 ) -> WorkflowServer[Any, Any]:
     async def embedded(query: str) -> Any:
         return vector(query)
 
-    return WorkflowServer(
-        engine,
-        search,
-        embedded,
-        document,
-        PlainPrompts(),
-        transformations=transformations or (SpeculateGeneration(odds=False), Split()),
-        load=load or EngineLoad(16),
-        **{"extra_tokens": None} | options,
-    )
+    chosen = transformations or (SpeculateGeneration(odds=False), Split())
+    return eager_server(engine, search, embedded, transformations=chosen, **options)
 
 
 class InjectedError(Exception):
