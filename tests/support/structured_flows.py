@@ -342,8 +342,7 @@ class RandomSpeeds:
 
     async def found(self, query: str, k: int) -> list[str]:
         await asyncio.sleep(self.pause())
-        first = (((digest(query) >> 16) << 16) | (digest(query) & 0xFFFF)) % 1000
-        return [f"document {first + rank}" for rank in range(k)]
+        return [f"document {id}" for id in ids_of(query, k)]
 
     def submit(self, vector: Any, k: int, **_: Any) -> _Handle:
         first = ((int(vector[1]) << 16) | int(vector[0])) % 1000
