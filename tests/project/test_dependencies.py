@@ -169,6 +169,9 @@ class TestDeclared:
         }
         assert missing == set()
 
+    def test_a_user_chooses_among_at_most_12_extras(self) -> None:
+        assert len(EXTRAS.keys() - {"dev"}) <= 12
+
 
 class TestLowerBounds:
     def test_each_is_the_version_that_make_test_lowest_installs(self) -> None:

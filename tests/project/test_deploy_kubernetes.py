@@ -130,6 +130,13 @@ class TestEveryOverlay:
 
 
 class TestBase:
+    def test_the_proxy_starts_when_the_engine_answers(self) -> None:
+        (pod,) = pods(render(BASE))
+        (engine,) = pod["spec"]["initContainers"]
+        assert engine["restartPolicy"] == "Always"
+        assert engine["startupProbe"]["httpGet"] == {"path": "/health", "port": "engine"}
+        assert [each["name"] for each in pod["spec"]["containers"]] == ["ragorder"]
+
     def test_the_proxy_asks_the_engine_beside_it(self) -> None:
         manifests = render(BASE)
         (engine,), (proxy,) = containers(manifests, "vllm"), containers(manifests, "ragorder")

@@ -30,15 +30,14 @@ PAGES = [
 WRITTEN = [path for path in PAGES if path.parent.name == "docs" and path.stem != "index"]
 # Options of other programs that a page names.
 FOREIGN = {
-    *("--allowed-origins", "--api-server-count", "--backend", "--build", "--call-minutes", "--clear-output"),
-    *("--context", "--custom-output-len", "--dataset-name", "--dataset-path", "--disable-shuffle"),
-    *("--enable-prefix-caching", "--enable-prompt-tokens-details", "--enforce-eager", "--extra-index-url"),
-    *("--family", "--fresh-process", "--group", "--inplace", "--into", "--kv-cache-memory-bytes"),
-    *("--kv-events-config", "--kv-transfer-config", "--max-concurrency", "--max-num-batched-tokens"),
-    *("--middleware", "--no-deps", "--no-oversample", "--num-prompts", "--prefix-cache-retention-interval"),
-    *("--prefix-caching-hash-algo", "--prefix-match-unit", "--query", "--routing-logic", "--served-model-name"),
-    *("--session-key", "--shape", "--skip-chat-template", "--small", "--softcap", "--sparse", "--split"),
-    *("--runs", "--window", "--write"),
+    *("--allowed-origins", "--api-server-count", "--backend", "--call-minutes", "--context", "--custom-output-len"),
+    *("--dataset-name", "--dataset-path", "--disable-shuffle", "--enable-prefix-caching"),
+    *("--enable-prompt-tokens-details", "--enforce-eager", "--extra-index-url", "--family", "--fresh-process"),
+    *("--group", "--into", "--kv-cache-memory-bytes", "--kv-events-config", "--kv-transfer-config"),
+    *("--max-concurrency", "--max-num-batched-tokens", "--middleware", "--no-deps", "--no-oversample", "--num-prompts"),
+    *("--prefix-cache-retention-interval", "--prefix-caching-hash-algo", "--prefix-match-unit", "--query"),
+    *("--routing-logic", "--runs", "--served-model-name", "--session-key", "--skip-chat-template", "--small"),
+    *("--softcap", "--sparse", "--split", "--window", "--write"),
 }
 
 
@@ -126,6 +125,19 @@ def options() -> set[str]:
 def test_an_option_that_a_page_names_exists(page: Path) -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text("utf-8")))
     assert named - options() - FOREIGN == set()
+
+
+def test_the_readme_fits_a_first_reading_and_says_what_is_not_measured() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert text.count("\n") <= 81
+    parts = (
+        *("docs/why.svg", "```python", "git clone", "make demo", "make test", "not on the package index"),
+        *("| LangChain |", "ragorder serve", "**Does it help me?**", "It does not help agents"),
+        *("ragorder replay --example", "**How many prompts move?**", "## Results"),
+        *("**Not measured yet**: vLLM on a GPU", "| vLLM |", "docs/index.md"),
+    )
+    places = [text.find(part) for part in parts]
+    assert -1 not in places and places == sorted(places)
 
 
 def test_the_readme_shows_what_its_python_prints() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,20 @@ class TestWorkflows:
         for hook in repository["hooks"]:
             command, target = hook["entry"].split()
             assert command == "make" and target in TARGETS
+
+
+def test_subjects_of_recent_commits_are_short_and_begin_with_a_capital_letter() -> None:
+    git = shutil.which("git")
+    if git is None or not (ROOT / ".git").exists():
+        pytest.skip("needs the git repository")
+    said = [
+        subprocess.run([git, *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+        for command in (["rev-parse", "--is-shallow-repository"], ["log", "--no-merges", "-20", "--format=%s"])
+    ]
+    if said[0] == ["true"]:
+        pytest.skip("a shallow clone may end with a merge that GitHub has named")
+    assert said[1]
+    assert [subject for subject in said[1] if len(subject) > 72 or not subject[0].isupper()] == []
 
 
 class TestTheCitation:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ragorder import errors
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("ragorder", "trie", "pipelining", "kernels", "adapters", "eval", "benchmarks")
 # Adapters of other parts than the layer, and those of the layer that measure an engine with parts of the backend.
@@ -151,3 +153,23 @@ def test_an_import_of_the_layer_loads_few_lines_and_no_other_part(module: str, n
 
 def test_requests_to_an_engine_load_no_other_part() -> None:
     assert not [name for name in loaded(REQUESTS) if name.startswith(LATE)]
+
+
+def test_the_tree_of_errors_is_drawn_whole() -> None:
+    """In the docstring of `ragorder.errors`: each class with its module, below its base."""
+    drawn: dict[str, tuple[str, str]] = {}
+    above: list[str] = []
+    for line in (errors.__doc__ or "").splitlines()[2:]:
+        name, *module = line.split()
+        depth = (len(line) - len(line.lstrip())) // 2
+        above[depth:] = [name]
+        if module:
+            drawn[name] = module[0], above[depth - 1]
+    defined = {}
+    for name, path in modules().items():
+        if not name.startswith("ragorder.benchmarks"):
+            for node in ast.parse(path.read_text("utf-8")).body:
+                if isinstance(node, ast.ClassDef) and node.name.endswith("Error") and node.name[0] != "_":
+                    defined[node.name] = name, ast.unparse(node.bases[0]).rpartition(".")[2]
+    del defined["RagorderError"]
+    assert drawn == defined

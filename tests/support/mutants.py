@@ -31,16 +31,15 @@ from support.links import restore_links
 
 ROOT = Path(__file__).resolve().parents[2]
 AREAS = {
-    "trie": ("trie", ("tests/trie",)),
-    "pipelining": ("pipelining", ("tests/pipelining",)),
-    "engine": ("kernels", ("tests/kernels",)),
-    "proxy": ("adapters/proxy", ("tests/adapters",)),
-    "adapters": ("adapters", ("tests/adapters",)),
-    "eval": ("eval", ("tests/eval",)),
-    "core": ("ragorder", ("tests/core", "tests/cli")),
+    "trie": ("trie/**/*.py", ("tests/trie",)),
+    "pipelining": ("pipelining/**/*.py", ("tests/pipelining",)),
+    "engine": ("kernels/**/*.py", ("tests/kernels",)),
+    "proxy": ("adapters/{proxy/**/*,http_server/*}.py", ("tests/adapters",)),
+    "adapters": ("adapters/**/*.py", ("tests/adapters",)),
+    "eval": ("eval/**/*.py", ("tests/eval",)),
+    "core": ("ragorder/{*,*/*,*/*/*}.py", ("tests/core", "tests/cli")),
 }
-"""By area: the folder of its files, but for those of earlier areas, and the folders of tests for modules that no test
-file names."""
+"""By area: its files that no earlier area has, and the folders of tests for modules that no test file names."""
 _LIMIT_S = 300.0
 _OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -85,11 +84,11 @@ class Mutant:
 def find_mutants(root: Path = ROOT) -> list[Mutant]:
     """All of them, in a fixed order."""
     root, found = root.resolve(), dict[Path, list[Mutant]]()
-    for area, (folder, _) in AREAS.items():
+    for area, (pattern, _) in AREAS.items():
         # `ragorder` has links to the other packages.
-        for path in sorted((root / folder).rglob("*.py")):
-            if path.name != "__init__.py" and path.resolve() == path and path not in found:
-                found[path] = list(mutants_of(area, path.relative_to(root).as_posix(), path.read_bytes()))
+        files = {path for path in _glob(root, pattern) if path.resolve() == path}
+        for path in sorted(files - found.keys()):
+            found[path] = list(mutants_of(area, path.relative_to(root).as_posix(), path.read_bytes()))
     return [mutant for mutants in found.values() for mutant in mutants]
 
 
@@ -181,6 +180,13 @@ def _executed(tree: ast.AST) -> Iterator[ast.expr | ast.stmt]:
                     yield from walk(child, body)
 
     return walk(tree, False)
+
+
+def _glob(root: Path, pattern: str) -> set[Path]:
+    head, brace, tail = pattern.partition("{")
+    names, _, end = tail.partition("}")
+    patterns = [f"{head}{name}{end}" for name in names.split(",")] if brace else [pattern]
+    return {path for each in patterns for path in root.glob(each) if path.name != "__init__.py"}
 
 
 def _tests(root: Path, mutant: Mutant) -> tuple[str, ...]:

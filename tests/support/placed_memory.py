@@ -31,15 +31,15 @@ def make_model(folder: Path, *, layers: int, hidden: int) -> Path:
     return folder
 
 
-def make_index(path: Path, *, vectors: int, dimension: int = 64) -> Path:
+def make_index(path: Path, *, vectors: int) -> Path:
     import faiss
     import numpy as np
 
-    made = faiss.index_factory(dimension, "IVF64,Flat")
+    made = faiss.index_factory(64, "IVF64,Flat")
     draw = np.random.default_rng(0)
-    made.train(draw.random((4000, dimension), dtype=np.float32))
+    made.train(draw.random((4000, 64), dtype=np.float32))
     for _ in range(10):
-        made.add(draw.random((vectors // 10, dimension), dtype=np.float32))
+        made.add(draw.random((vectors // 10, 64), dtype=np.float32))
     faiss.write_index(made, str(path))
     return path
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,6 +49,7 @@ def run_cycles(
     seed: int = 0,
     load_s: tuple[float, float] = (3.0, 10.0),
     fresh_every: int = 1,
+    advance: Callable[[], None] = lambda: None,
 ) -> Iterator[Cycle]:
     """So many lives of one server on one folder, each ended by SIGKILL under load, with damage done before the next.
 
@@ -78,6 +79,7 @@ def run_cycles(
                 server.kill()
             life = Cycle(number, fresh, round(start_s, 2), found, damaged)
             yield _judge(life, load, lost, stats, alive=alive)
+            advance()
             damaged = damage(disk, rng)
     finally:
         fresh_server.stop()

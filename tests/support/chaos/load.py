@@ -26,7 +26,7 @@ class Load:
     def __init__(
         self, server: VLLMServer, prompts: Prompts, expected: Sequence[Answer], *, clients: int = 4, seed: int = 0
     ) -> None:
-        self.right = self.wrong = self.lost = self.broken = self.cached_tokens = 0
+        self.right = self.wrong = self.lost = self.broken = self.cached_tokens = self.prompt_tokens = 0
         self.worst = 0.0
         self._server = server
         self._prompts = prompts
@@ -82,3 +82,4 @@ class Load:
         with self._lock:
             self.worst = max(self.worst, answer.difference(expected))
             self.cached_tokens += answer.cached_tokens
+            self.prompt_tokens += answer.prompt_tokens
