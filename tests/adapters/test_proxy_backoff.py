@@ -199,14 +199,6 @@ class TestAReplicaThatAsksForARest:
         assert (answer.status_code, answer.text) == (429, "its own words")
         assert sum(engine.posts for engine in engines) == 1
 
-    def test_the_only_one_left_is_asked_nevertheless(self, front: MakeFront) -> None:
-        full, other = Engine(429, retry_after="30"), Engine()
-        fleet = front(full, other)
-        fleet.post()
-        full.status = 200
-        fleet.post({}, "/ragorder/replicas/1/drain")
-        assert fleet.post().headers["x-ragorder-replica"] == "0"
-
 
 class TestAReplicaThatFailsAgainAndAgain:
     def test_is_left_out_and_then_tried_by_one_request(self, front: MakeFront) -> None:

@@ -28,8 +28,9 @@ pytest.importorskip("msgspec")
 
 import httpx2
 import uvicorn
+from support import sent_requests
 from support.bodies import Bodies
-from support.sent_requests import TOKEN
+from support.sent_requests import CHAT, TOKEN
 from support.serve_process import ServeProcess, launching
 
 from ragorder.adapters.http_server.connection import HEAD_LIMIT
@@ -43,7 +44,6 @@ from ragorder.adapters.proxy.workers import Workers
 
 pytestmark = pytest.mark.merge
 
-CHAT = "/v1/chat/completions"
 ANSWER = json.dumps(WHOLE).encode()
 TEXTS = {name: f"{name} is a document about {name}. " * 2000 for name in "abc"}
 
@@ -162,8 +162,7 @@ def answered(connection: socket.socket) -> bool:
 
 
 def tagged(names: str) -> bytes:
-    documents = [{"id": name, "text": TEXTS[name]} for name in names]
-    return json.dumps({"messages": [], "ragorder": {"documents": documents, "query": "Which?"}}).encode()
+    return json.dumps(sent_requests.tagged(names, texts=TEXTS)).encode()
 
 
 class TestHeaders:
@@ -234,7 +233,7 @@ class TestBodies:
         said = rest(served.connect(head(CHAT, 100) + b"{"))
         assert said.startswith(b"HTTP/1.1 401")
 
-    def test_all_bodies_together_are_bounded(self, site: Site) -> None:
+    def test_all_bodies_together_are_bounded_uploads_that_are_passed_on_too(self, site: Site) -> None:
         served = site.start(bodies_limit=1000)
         body = b"x" * 900
         first = served.connect(head(CHAT, 900) + body[:600])
@@ -243,19 +242,12 @@ class TestBodies:
         assert refused.startswith(b"HTTP/1.1 503")
         assert b"no_room_for_body" in refused
         assert b"retry-after: 1" in refused
+        assert rest(served.connect(head("/v1/files", 900) + b"x" * 500)).startswith(b"HTTP/1.1 503")
         first.sendall(body[600:])
         assert answered(first)
         assert site.memory.used == 0
         assert answered(served.connect(head(CHAT, 900) + body))
         assert site.far_end.bodies == [body, body]
-
-    def test_uploads_that_are_passed_on_count_too(self, site: Site) -> None:
-        served = site.start(bodies_limit=1000)
-        holder = served.connect(head(CHAT, 900) + b"x" * 600)
-        assert eventually(lambda: site.memory.used == 600)
-        assert rest(served.connect(head("/v1/files", 900) + b"x" * 500)).startswith(b"HTTP/1.1 503")
-        holder.close()
-        assert eventually(lambda: site.memory.used == 0)
 
     @pytest.mark.parametrize("queued", [False, True])
     @pytest.mark.parametrize("replicas", [0, 1])

@@ -218,10 +218,6 @@ def sent(*bodies: dict[str, Any], route: Route = "chat", **options: Any) -> dict
 
 
 class TestContentParts:
-    def test_a_picture_moves_with_its_document(self) -> None:
-        first, second = (prompt(*map(page, names)) for names in ("abc", "cab"))
-        assert sent(first, second) == first
-
     def test_attributes_move_with_their_document(self) -> None:
         first, second = (prompt(*(page(name, False, source=name) for name in names)) for names in ("abc", "cab"))
         assert sent(first, second) == first

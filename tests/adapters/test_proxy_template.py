@@ -14,10 +14,20 @@ from support.bodies import Bodies
 pytest.importorskip("starlette")
 
 from ragorder.adapters.proxy import DocumentTemplate, TemplateError
+from ragorder.adapters.proxy.bodies.body import BOUNDARY
 
 TEMPLATE = '<document id="{id}">\n{text}\n</document>'
 
-WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<>"), max_size=20)
+WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<>[]{}#"), max_size=20)
+FORMS = [
+    TEMPLATE,
+    "<d>{text}</d>",
+    "[doc {id}] {title}: {text} [end]",
+    "<d>{text}\nSource: {title}</d>",
+    "{{{id}: {text}}}",
+    "  <d>{text}</d>\n\n",
+    "### {id}\n{text}\n#-- end",
+]
 HOSTILE = ["<d>", "</d>", "<d></d>", "<d></d></d>", "<d><d></d>", "</d><d>", "<d>:</d>", "<d>:", "<d>:</d> "]
 HOSTILE += ["<", "</d", "ID: ", "ID: 1\n", "\n\nID: 1", "\n\nID: 1\n", "\n\n"]
 
@@ -62,25 +72,6 @@ class TestTemplates:
         with pytest.raises(TemplateError, match=re.escape(said)):
             DocumentTemplate(template)
 
-    @pytest.mark.parametrize(
-        "template",
-        [
-            TEMPLATE,
-            "<d>{text}</d>",
-            "[doc {id}] {title}: {text} [end]",
-            "<d>{text}\nSource: {title}</d>",
-            "{{{id}: {text}}}",
-            "  <d>{text}</d>\n\n",
-            "### {id}\n{text}\n#-- end",
-        ],
-    )
-    def test_documents_that_were_written_by_one_are_found_again(self, template: str) -> None:
-        documents = [template.strip().format(id=n, title=f"T{n}", text=f"text\n\n{n}") for n in "123"]
-        for gap in ("", "\n", "\n\n \t"):
-            run = DocumentTemplate(template).find(f"Before.\n{gap.join(documents)}After.")
-            assert run is not None
-            assert (run.head, list(run.documents), run.tail) == ("Before.\n", documents, "After.")
-
     def test_the_longest_run_counts_and_the_first_of_equals(self) -> None:
         def found(text: str) -> list[str]:
             run = DocumentTemplate("<{text}>").find(text)
@@ -117,29 +108,35 @@ class TestTemplates:
         assert run is not None
         assert "".join(run.pieces_with(run.documents[::-1])) == '<d id="1">two</d><d id="1">one</d>'
 
+    @pytest.mark.parametrize("form", FORMS)
     @given(st.lists(WORDS, min_size=2, max_size=6), WORDS, WORDS, st.text("\n\t ", max_size=3), st.randoms())
     def test_documents_move_whole_and_nothing_else_does(
-        self, texts: list[str], before: str, after: str, gap: str, rng: random.Random
+        self, form: str, texts: list[str], before: str, after: str, gap: str, rng: random.Random
     ) -> None:
-        documents = [f"<d>{text}</d>" for text in texts]
-        run = DocumentTemplate("<d>{text}</d>").find(before + gap.join(documents) + after)
+        documents = [form.strip().format(id=n, title=f"T{n}", text=text) for n, text in enumerate(texts)]
+        run = DocumentTemplate(form).find(before + gap.join(documents) + after)
         assert run is not None
         assert (run.head, list(run.documents), run.tail) == (before, documents, after)
         permutation = rng.sample(range(len(texts)), len(texts))
         moved = "".join(run.pieces_with([run.documents[rank] for rank in permutation]))
         assert moved == before + gap.join(documents[place] for place in permutation) + after
 
-    @given(st.lists(st.sampled_from(["<d>", "</d>", "<d", "/d>", ":", "x", " ", "\n", "<d>:y</d>"]), max_size=40))
-    def test_any_text_is_cut_up_without_loss(self, pieces: list[str]) -> None:
+    @given(
+        st.lists(st.sampled_from(["<d>", "</d>", "<d", "/d>", ":", "x", " ", "\n", "<d>:y</d>", BOUNDARY]), max_size=40)
+    )
+    def test_any_text_or_parts_are_cut_up_without_loss(self, pieces: list[str]) -> None:
         text = "".join(pieces)
         run = DocumentTemplate("<d>{id}:{text}</d>").find(text)
         if run is not None:
             assert "".join(run.pieces) == text
+            turned = "".join(run.pieces_with(run.documents[::-1]))
+            assert sorted(turned) == sorted(text)
             assert len(run.documents) >= 2
+            assert all(BOUNDARY not in each for each in run.documents)
             assert all(
                 re.fullmatch("<d>(?:(?!<d>|</d>).)*?:(?:(?!<d>|</d>).)*</d>", each, re.S) for each in run.documents
             )
-            assert all(gap == "" or gap.isspace() for gap in run.pieces[2:-1:2])
+            assert all(gap.replace(BOUNDARY, "").strip() == "" for gap in run.pieces[2:-1:2])
 
     @pytest.mark.parametrize("piece", HOSTILE)
     def test_hostile_texts_take_no_longer_than_others(self, piece: str) -> None:

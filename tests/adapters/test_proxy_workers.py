@@ -20,9 +20,9 @@ pytest.importorskip("uvicorn")
 
 import httpx2
 from click.testing import CliRunner
-from support.http_server import Handler, LocalServer
+from support.far_end import Answer, FarEnd, Request, answer_events, answer_json
 from support.redis_server import SERVER, RedisServer
-from support.sent_requests import get, plain, post, tagged
+from support.sent_requests import TOKEN, get, plain, post, tagged
 from support.serve_process import SERVE, ServeProcess, launching
 from support.waiting import eventually
 
@@ -37,41 +37,19 @@ ROUTE = ("--topic-secret", "s", "--workers", "2")
 WHOLE = b'{"choices": [{"message": {"content": "yes"}}], "usage": {"prompt_tokens": 90, "completion_tokens": 1}}'
 
 
-class _Engine(Handler):
-    server: Engine
-
-    def do_GET(self) -> None:
-        self.answer(200 if self.path == "/health" else 404)
-
-    def do_POST(self) -> None:
-        body = self.read_json()
-        self.server.topics.append(self.headers["x-session-id"])
-        if not body.get("stream"):
-            self.answer(200, WHOLE)
-            return
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        self.piece(b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n')
-        self.server.streams.release()
-        self.server.gate.wait(60)
-        self.piece(b"data: [DONE]\n\n")
-        self.wfile.write(b"0\r\n\r\n")
-
-    def piece(self, content: bytes) -> None:
-        self.wfile.write(b"%x\r\n%s\r\n" % (len(content), content))
-        self.wfile.flush()
-
-
-class Engine(LocalServer):
+class Engine(FarEnd):
     """Answers at once; a stream goes on after its first event when the gate is open."""
 
     def __init__(self) -> None:
-        super().__init__(_Engine)
-        self.topics: list[str | None] = []
-        self.streams = threading.Semaphore(0)
+        super().__init__()
         self.gate = threading.Event()
+
+    def play(self, request: Request) -> Answer:
+        if request.method == "GET":
+            return answer_json(b"", 200 if request.target == "/health" else 404)
+        if not request.json.get("stream"):
+            return answer_json(WHOLE)
+        return answer_events(TOKEN, self.gate, b"data: [DONE]\n\n")
 
 
 class Workers(ServeProcess):
@@ -100,20 +78,24 @@ Launch = Callable[..., Workers]
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    with Engine() as engine:
-        yield engine
+def engine() -> Engine:
+    return Engine()
 
 
 @pytest.fixture
-def launch(engine: Engine) -> Iterator[Launch]:
-    with launching(Workers, *ROUTE_COMMAND, "--upstream", engine.base_url, PYTHONPATH="") as launch:
+def upstream(engine: Engine, serve: Callable[[Any], str]) -> str:
+    return serve(engine)
+
+
+@pytest.fixture
+def launch(upstream: str) -> Iterator[Launch]:
+    with launching(Workers, *ROUTE_COMMAND, "--upstream", upstream, PYTHONPATH="") as launch:
         yield launch
 
 
 @pytest.fixture
-def launch_serve(engine: Engine) -> Iterator[Launch]:
-    with launching(Workers, *COMMAND, "--upstream", engine.base_url, PYTHONPATH="") as launch:
+def launch_serve(upstream: str) -> Iterator[Launch]:
+    with launching(Workers, *COMMAND, "--upstream", upstream, PYTHONPATH="") as launch:
         yield launch
 
 
@@ -123,7 +105,8 @@ class TestWorkers:
         assert len(process.pids) == 2
         for _ in range(12):
             assert process.post(tagged("abc")).content == WHOLE
-        assert len(set(engine.topics)) == 1 and engine.topics[0] is not None
+        topics = {tuple(each.header("x-session-id")) for each in engine.requests if each.method == "POST"}
+        assert len(topics) == 1 and topics != {()}
         for _ in range(20):
             assert process.post(plain()).status_code == 200
         # Whichever of them is asked.
@@ -174,9 +157,9 @@ class TestWorkers:
         assert process.refuses()
 
     @pytest.mark.slow
-    def test_that_cannot_start_end_all_with_an_error(self, engine: Engine) -> None:
+    def test_that_cannot_start_end_all_with_an_error(self, upstream: str) -> None:
         """The URL of the log is read in the workers."""
-        options = ("--upstream", engine.base_url, *SIZES, "--workers", "2", "--shared-orders", "nowhere")
+        options = ("--upstream", upstream, *SIZES, "--workers", "2", "--shared-orders", "nowhere")
         with pytest.raises(AssertionError) as caught, launching(Workers, *COMMAND, PYTHONPATH="") as launch:
             launch(*options)
         said = str(caught.value)
@@ -189,7 +172,7 @@ class TestWorkers:
         process = launch(*ROUTE)
         with ThreadPoolExecutor(8) as pool:
             answers = [pool.submit(process.post, plain(stream=True)) for _ in range(8)]
-            assert all(engine.streams.acquire(timeout=60) for _ in answers)
+            assert eventually(lambda: len(engine.bodies) == 8)
             process.popen.send_signal(signum)
             assert eventually(process.refuses)
             engine.gate.set()
@@ -204,10 +187,10 @@ class TestWorkers:
         assert eventually(process.refuses)
 
     @pytest.mark.slow
-    def test_do_not_share_a_port_with_others(self, launch: Launch, engine: Engine) -> None:
+    def test_do_not_share_a_port_with_others(self, launch: Launch, upstream: str) -> None:
         process = launch(*ROUTE)
         port = process.url.rpartition(":")[2]
-        result = CliRunner().invoke(main, ["route", "--upstream", engine.base_url, *ROUTE, "--port", port])
+        result = CliRunner().invoke(main, ["route", "--upstream", upstream, *ROUTE, "--port", port])
         assert result.exit_code == 1
         assert "Address already in use" in result.output
 

@@ -139,11 +139,17 @@ class ExactFirst(Orderer):
         return ordering
 
 
+def client_of(
+    orderer: Orderer, builder: PromptBuilder, *, send_facts: bool = True, **options: Any
+) -> tuple[FarEnd, OrderedClient]:
+    end = FarEnd()
+    return end, OrderedClient(end, model="m", orderer=orderer, builder=builder, send_facts=send_facts, **options)
+
+
 class TestTheClients:
     @pytest.mark.parametrize("prompts", ["messages", "token_ids"])
     def test_send_facts_if_enabled(self, builder: PromptBuilder, orderer: Orderer, prompts: Any) -> None:
-        end = FarEnd()
-        client = OrderedClient(end, model="m", orderer=orderer, builder=builder, prompts=prompts, send_facts=True)
+        end, client = client_of(orderer, builder, prompts=prompts)
         client.generate(QUERY, DOCUMENTS[:3])
         answer = client.generate(QUERY, [DOCUMENTS[3], DOCUMENTS[1], DOCUMENTS[0]], scope="red")
         ends = ends_of(builder, answer.ordering.documents)
@@ -152,6 +158,9 @@ class TestTheClients:
         facts = end.facts()
         assert facts is not None and facts.expected == (2, 1), "the first document is that of the request before"
         assert end.sent[-1]["extra_body"]["cache_salt"] == "red"
+        end, client = client_of(orderer, builder, prompts=prompts, send_facts=False)
+        client.generate(QUERY, DOCUMENTS, scope="red")
+        assert end.sent[-1]["extra_body"] == {"cache_salt": "red"}
 
     async def test_send_them_from_coroutines(self, builder: PromptBuilder, orderer: Orderer) -> None:
         end = FarEnd(asynchronous=True)
@@ -162,26 +171,18 @@ class TestTheClients:
     @pytest.mark.parametrize("prompts", ["messages", "token_ids"])
     def test_say_which_documents_are_to_be_exact(self, builder: PromptBuilder, prompts: Any) -> None:
         for orderer, exact in ((ExactFirst(strict=True), 1), (Orderer(strict=True), None)):
-            end = FarEnd()
-            client = OrderedClient(end, model="m", orderer=orderer, builder=builder, prompts=prompts, send_facts=True)
+            end, client = client_of(orderer, builder, prompts=prompts)
             client.generate(QUERY, DOCUMENTS)
             assert end.sent[-1]["extra_body"]["kv_transfer_params"]["ragorder"].get("exact") == exact
 
-    def test_send_none_by_default(self, builder: PromptBuilder, orderer: Orderer) -> None:
-        end = FarEnd()
-        OrderedClient(end, model="m", orderer=orderer, builder=builder).generate(QUERY, DOCUMENTS, scope="red")
-        assert end.sent[-1]["extra_body"] == {"cache_salt": "red"}
-
     def test_keep_what_the_caller_sends_there(self, builder: PromptBuilder, orderer: Orderer) -> None:
-        end = FarEnd()
-        client = OrderedClient(end, model="m", orderer=orderer, builder=builder, send_facts=True)
+        end, client = client_of(orderer, builder)
         client.generate(QUERY, DOCUMENTS, extra_body={"kv_transfer_params": {"other": 1, "ragorder": {"cost": 0.25}}})
         assert end.sent[-1]["extra_body"]["kv_transfer_params"]["other"] == 1
         assert end.facts() == RequestFacts(tuple(ends_of(builder, DOCUMENTS)), cost=0.25, expected=ONCE)
 
     def test_leave_out_unknown_document_ends(self, orderer: Orderer) -> None:
-        end = FarEnd()
-        client = OrderedClient(end, model="m", orderer=orderer, builder=PromptBuilder("Be careful."), send_facts=True)
+        end, client = client_of(orderer, PromptBuilder("Be careful."))
         client.generate(QUERY, DOCUMENTS, scope="red")
         assert end.facts() == RequestFacts((), tenant_digest("red"))
 

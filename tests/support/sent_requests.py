@@ -135,6 +135,15 @@ class RecordingOrderer(Orderer):
         self.calls.append({"documents": documents, **options})
         return ordering
 
+    @property
+    def unfinished(self) -> int:
+        return len(self.orderings) - len(self.finished)
+
+    @property
+    def waiting(self) -> list[int]:
+        """How many requests waited at each call."""
+        return [len(call["waiting"]) for call in self.calls]
+
     def outcome(self) -> RequestOutcome:
         """How the only request was finished, once it is."""
         assert eventually(lambda: self.finished), "never finished"
