@@ -180,16 +180,21 @@ class TestTaggedChat:
             assert far_end.last.json == {"model": "m", "messages": builder.build("Which?", ordering).messages}
             ordering.confirm(512, 607)
 
-    def test_every_other_field_keeps_its_value_to_the_last_digit(self, proxy: Proxy, far_end: FarEnd) -> None:
+    def test_every_other_field_keeps_its_value_to_the_last_digit_and_compression_is_left_out(
+        self, proxy: Proxy, far_end: FarEnd
+    ) -> None:
         others = [
             b'"temperature":0.10',
             b'"seed":123456789012345678901234567890',
             b'"x":1E400',
             b'"y":[ 1,{"z":"\\u00e9"} ]',
         ]
-        proxy.post(b'{"ragorder": %s, %s}' % (json.dumps(tag("ab")).encode(), b", ".join(others)))
+        body = b'{"ragorder": %s, %s}' % (json.dumps(tag("ab")).encode(), b", ".join(others))
+        proxy.post(body, headers={"accept-encoding": "gzip, br"})
         assert all(value in far_end.last.body for value in others)
         assert b"ragorder" not in far_end.last.body
+        assert far_end.last.header("accept-encoding") == ["identity"], "the usage in its answer is read"
+        assert far_end.last.header("content-length") == [str(len(far_end.last.body))]
 
     def test_odd_messages_stay_as_they_are_and_a_document_twice_is_there_twice(
         self, proxy: Proxy, far_end: FarEnd
@@ -229,11 +234,6 @@ class TestTaggedChat:
         for names in ("abc", "cba"):
             proxy.post({"ragorder": tag(names, texts={name: text * 200 for name, text in TEXTS.items()})})
         assert names_in(far_end.last.json["messages"][-1]["content"]) == "abc"
-
-    def test_the_answer_is_asked_for_without_compression(self, proxy: Proxy, far_end: FarEnd) -> None:
-        proxy.post(tagged("ab"), headers={"accept-encoding": "gzip, br"})
-        assert far_end.last.header("accept-encoding") == ["identity"]
-        assert far_end.last.header("content-length") == [str(len(far_end.last.body))]
 
     def test_an_internal_error_leaves_retrieval_order(self, start: Start, far_end: FarEnd) -> None:
         proxy = start(orderer=Orderer(block_size=16))
@@ -394,38 +394,10 @@ class TestScopes:
         proxy.post(tagged("cba", cache_salt="two"))
         assert names_in(far_end.last.json["messages"][-1]["content"]) == "cba"
 
-    @pytest.mark.parametrize(
-        "change",
-        [
-            {"model": "other"},
-            {"messages": [{"role": "system", "content": "Another one."}]},
-            {"messages": [SYSTEM, SYSTEM]},
-            {"messages": []},
-            {"tools": [{"type": "function", "function": {"name": "f"}}]},
-            {"chat_template_kwargs": {"enable_thinking": False}},
-            {"reasoning_effort": "low"},
-            {"cache_salt": "t"},
-        ],
-        ids=lambda change: next(iter(change)),
-    )
-    def test_what_comes_before_the_documents_separates(
-        self, change: dict[str, Any], proxy: Proxy, orderer: RecordingOrderer
-    ) -> None:
-        for body in (tagged("ab"), tagged("ab", **change)):
-            assert proxy.post(body).status_code == 200
-        first, second = self.scopes(orderer)
-        assert first != second
-
     def test_what_comes_after_them_does_not(self, proxy: Proxy, orderer: RecordingOrderer) -> None:
         for body in (tagged("ab"), tagged("cd", query="Other?", temperature=1, max_tokens=3, stream=False, user="u")):
             proxy.post(body)
         assert len(set(self.scopes(orderer))) == 1
-
-    def test_a_scope_is_short_and_tells_nothing(self, proxy: Proxy, orderer: RecordingOrderer) -> None:
-        proxy.post(tagged("ab", cache_salt="secret", model="m" * 10_000))
-        scope = self.scopes(orderer)[0]
-        assert len(scope) <= 32
-        assert b"secret" not in scope
 
 
 class TestLengths:
@@ -518,12 +490,6 @@ class TestDocumentsInMessages:
         prompt = json.dumps({"prompt": written("ab")}).encode()
         proxy.post(prompt)
         assert far_end.last.body == prompt, "a chat has none"
-
-    def test_without_a_template_none_are_looked_for(self, start: Start, far_end: FarEnd) -> None:
-        proxy = start()
-        for names in ("abc", "cba"):
-            proxy.post(chat(names))
-        assert far_end.last.json == chat("cba")
 
 
 def raw_deflate(content: bytes) -> bytes:
@@ -902,11 +868,6 @@ class TestOutcomes:
         await app(head | {"query_string": b"", "headers": sent}, receive, send)
         assert got == WHOLE
         assert finished[0] == [SERVED]
-
-    def test_what_was_not_ordered_is_not_finished(self, proxy: Proxy, orderer: RecordingOrderer) -> None:
-        proxy.post({"messages": []})
-        proxy.post({"ragorder": 1})
-        assert orderer.orderings == []
 
     def test_a_failure_in_finishing_is_not_raised(self, proxy: Proxy, caplog: pytest.LogCaptureFixture) -> None:
         with pytest.MonkeyPatch.context() as patch:

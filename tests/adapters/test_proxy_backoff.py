@@ -165,11 +165,12 @@ class TestAReplicaThatAsksForARest:
         assert fleet.post().headers["x-ragorder-replica"] == "0"
         assert fleet.state("rests_s")[0] == 600
 
-    def test_of_all_replicas_the_refusal_goes_to_the_client(self, front: MakeFront) -> None:
-        engines = [Engine(429, retry_after="30"), Engine(429, retry_after="20")]
+    @pytest.mark.parametrize("status", [429, 503])
+    def test_of_all_replicas_the_refusal_goes_to_the_client(self, front: MakeFront, status: int) -> None:
+        engines = [Engine(status, retry_after="30"), Engine(status, retry_after="20")]
         fleet = front(*engines)
         answer = fleet.post()
-        assert (answer.status_code, answer.text) == (429, "its own words")
+        assert (answer.status_code, answer.text) == (status, "its own words")
         assert answer.headers["retry-after"] in ("20", "30")
         assert [engine.posts for engine in engines] == [1, 1]
         # From now on one replica is asked, the one that backs off for the shortest time.

@@ -309,7 +309,7 @@ class TestWhatIsKept:
     def test_no_text_is_kept(self, kind: str, exact: bool) -> None:
         tokenizer = Counting()
         bodies = make(tokenizer=tokenizer if exact else None)
-        bodies.ordered(getattr(self, kind)(self.text(7), "t"))
+        bodies.ordered(getattr(self, kind)(self.text(7), "secret"))
         assert ("secret" in held_by(bodies)) == exact, "the tokenizer of this test keeps them"
         tokenizer.encoded.clear()
         assert "secret" not in held_by(bodies)

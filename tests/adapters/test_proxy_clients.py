@@ -96,6 +96,16 @@ class TestAnthropic:
         assert (message.usage.output_tokens, message.usage.cache_read_input_tokens) == (COMPLETION, CACHED)
         assert eventually(lambda: orderer.finished == [SERVED])
 
+    def test_errors_of_the_server_are_its_own(
+        self, anthropic: Any, client: Any, cloud: Cloud, orderer: RecordingOrderer
+    ) -> None:
+        error = {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}, "request_id": "r"}
+        cloud.error = 529, error
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            client.messages.create(**self.ask("ab"))
+        assert (caught.value.status_code, caught.value.body) == (529, error)
+        assert eventually(lambda: orderer.finished == [RequestOutcome(False)])
+
     def test_errors_of_the_proxy_are_in_its_protocol(self, anthropic: Any, connect: Callable[..., Any]) -> None:
         with pytest.raises(anthropic.BadRequestError) as caught:
             connect().messages.create(**self.ask("ab"), extra_body={"ragorder": {"documents": 1, "query": "?"}})
@@ -141,11 +151,33 @@ class TestOpenAIResponses:
         assert (key, len(key)) == (cloud.bodies[0]["prompt_cache_key"], 32)
         assert eventually(lambda: orderer.finished == [SERVED, SERVED])
 
+    def test_documents_in_messages_are_ordered(self, client: Any, cloud: Cloud) -> None:
+        for names in ("abc", "cba"):
+            parts = [{"type": "input_text", "text": asked(names)}]
+            client.responses.create(model="gpt", input=[user(parts)])
+        assert cloud.last["input"][0]["content"][0]["text"] == asked("abc")
+
     def test_streams_are_streams(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
         stream = client.responses.create(model="gpt", input=asked("abc"), stream=True)
         kinds = [event.type for event in stream]
         assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
         assert eventually(lambda: orderer.finished == [SERVED])
+
+    def test_errors_of_the_server_are_its_own(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
+        import openai
+
+        cloud.error = 404, {"error": {"message": "no such route", "type": "invalid_request_error", "code": "x"}}
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.responses.create(model="gpt", input=asked("ab"))
+        assert caught.value.code == "x"
+        assert eventually(lambda: orderer.finished == [RequestOutcome(False)])
+
+    def test_errors_of_the_proxy_are_in_its_protocol(self, client: Any) -> None:
+        import openai
+
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(model="gpt", input="", extra_body={"ragorder": {"documents": 1, "query": "?"}})
+        assert caught.value.param == "ragorder.documents"
 
 
 class TestOpenAIChats:
@@ -221,6 +253,12 @@ class TestLiteLLM:
             assert answer.output[0].content[0].text == "yes"
         assert names_in(cloud.last) == "abc"
         assert eventually(lambda: orderer.finished == [SERVED, SERVED])
+
+    def test_errors(self, litellm: Any, start: Callable[..., str], cloud: Cloud) -> None:
+        cloud.error = 429, {"error": {"message": "slow down", "type": "rate_limit_error"}}
+        with pytest.raises(litellm.RateLimitError):
+            options = {"api_base": f"{start()}/v1", "api_key": KEY, "num_retries": 0, "max_retries": 0}
+            litellm.completion("openai/m", [user(asked("ab"))], **options)
 
 
 @pytest.mark.slow

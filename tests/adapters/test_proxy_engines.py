@@ -24,13 +24,15 @@ from ragorder.kernels.random_model import make_model
 
 pytestmark = pytest.mark.slow
 
-TEXTS = [f"document {number} is about {number * 7919 % 1000}. " * 8 for number in range(SUBJECTS * OF_SUBJECT)]
+TEXTS = {
+    f"d{number}": f"document {number} is about {number * 7919 % 1000}. " * 8 for number in range(SUBJECTS * OF_SUBJECT)
+}
 COMMAND = (sys.executable, "-c", "from ragorder.cli import main; main()", "engine")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    texts = [*TEXTS, SYSTEM["content"], "Question: 0123456789?"]
+    texts = [*TEXTS.values(), SYSTEM["content"], "Question: 0123456789?"]
     folder = tmp_path_factory.mktemp("models") / "fleet"
     return make_model(folder, texts=texts, layers=2, hidden_size=64, vocab_size=600, max_position_embeddings=2048)
 
@@ -73,7 +75,7 @@ def test_two_engines_cache_together_what_one_with_the_capacity_of_both_would(
 ) -> None:
     """The goal: 0.95 of one engine's cached tokens."""
     # All documents are more than one of the two engines holds.
-    tokens = int(0.86 * sum(len(tokenizer.encode(text)) for text in TEXTS))
+    tokens = int(0.86 * sum(len(tokenizer.encode(text)) for text in TEXTS.values()))
     whole = asked.cached_tokens(front(launch(2 * tokens), tokens=2 * tokens))
     assert whole > 0
     assert asked.cached_tokens(front(launch(tokens), launch(tokens), tokens=tokens)) >= 0.95 * whole

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from support import sent_requests
 from support.rings import length
 from support.sent_requests import CHAT, proxy_to
 
@@ -55,15 +56,9 @@ class Got:
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """The far end: answers with what it got."""
-    body, more = b"", True
-    while more:
-        message = await receive()
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-        await asyncio.sleep(0)
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
-    await send({"type": "http.response.body", "body": body})
+    """The far end answers with what it got, once the other clients have had their turn."""
+    await asyncio.sleep(0)
+    await sent_requests.echo(scope, receive, send)
 
 
 async def ask(app: Any, sent: Sent) -> Got:

@@ -51,8 +51,15 @@ def call_output(output: Any) -> dict[str, Any]:
 CALL = {"type": "function_call", "call_id": "1", "name": "search", "arguments": "{}"}
 USE = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "search", "input": {}}]}
 
+
+def chat(names: str, *before: str) -> dict[str, Any]:
+    """Documents after system messages with these texts."""
+    return {"model": "m", "messages": [*({"role": "system", "content": each} for each in before), user(written(names))]}
+
+
 # Where documents may stand, by route.
 LAYOUTS: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
+    "a chat": ("chat", lambda names: chat(names, "Be brief.")),
     "a text": ("messages", lambda names: messages(user(f"See:\n{written(names)}\nWhich?"), system="Be brief.")),
     "a part": ("messages", lambda names: messages(user([IMAGE, part(written(names), x=1.5), part("Which?")]))),
     "a part each": ("messages", lambda names: messages(user([*(part(written(name)) for name in names), part("?")]))),
@@ -107,6 +114,14 @@ class TestWhereDocumentsStand:
     @pytest.mark.parametrize(
         ("where", "change"),
         [
+            ("a chat", chat("cba", "Be long.")),
+            ("a chat", chat("cba", "Be brief.", "Be brief.")),
+            ("a chat", chat("cba")),
+            ("a chat", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+            ("a chat", {"chat_template_kwargs": {"enable_thinking": False}}),
+            ("a chat", {"reasoning_effort": "low"}),
+            ("a chat", {"cache_salt": "t"}),
+            ("a chat", {"model": "other"}),
             ("a text", {"system": "Be long."}),
             ("a text", {"tools": [{"name": "f"}]}),
             ("a text", {"thinking": {"type": "enabled"}}),

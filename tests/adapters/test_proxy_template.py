@@ -28,6 +28,7 @@ FORMS = [
     "  <d>{text}</d>\n\n",
     "### {id}\n{text}\n#-- end",
 ]
+PIECES = ["<d>", "</d>", "<d", "/d>", ":", "x", " ", "\n", "<d>:y</d>", BOUNDARY, f"<d>:{BOUNDARY}</d>"]
 HOSTILE = ["<d>", "</d>", "<d></d>", "<d></d></d>", "<d><d></d>", "</d><d>", "<d>:</d>", "<d>:", "<d>:</d> "]
 HOSTILE += ["<", "</d", "ID: ", "ID: 1\n", "\n\nID: 1", "\n\nID: 1\n", "\n\n"]
 
@@ -121,9 +122,7 @@ class TestTemplates:
         moved = "".join(run.pieces_with([run.documents[rank] for rank in permutation]))
         assert moved == before + gap.join(documents[place] for place in permutation) + after
 
-    @given(
-        st.lists(st.sampled_from(["<d>", "</d>", "<d", "/d>", ":", "x", " ", "\n", "<d>:y</d>", BOUNDARY]), max_size=40)
-    )
+    @given(st.lists(st.sampled_from(PIECES), max_size=40))
     def test_any_text_or_parts_are_cut_up_without_loss(self, pieces: list[str]) -> None:
         text = "".join(pieces)
         run = DocumentTemplate("<d>{id}:{text}</d>").find(text)
@@ -143,14 +142,6 @@ class TestTemplates:
         # In quadratic time these would take days.
         DocumentTemplate("<d>{id}:{text}</d>").find(piece * 200_000)
         DocumentTemplate("ID: {n}\n{title}:\n{text}", between="\n\n").find(piece * 100_000)
-
-    def test_an_example_in_the_instructions_is_no_document(self) -> None:
-        template = DocumentTemplate('<source id="{id}">{text}</source>')
-        instructions = 'Cite only sources with an id (for instance, <source id="1">).\n\n<context>\n'
-        documents = [f'<source id="{id}">Text {id}.\nMore.</source>' for id in "123"]
-        run = template.find(instructions + "\n".join(documents) + "\n</context>")
-        assert run is not None
-        assert (run.head, list(run.documents), run.tail) == (instructions, documents, "\n</context>")
 
     def test_a_document_that_quotes_an_opening_mark_is_not_torn(self) -> None:
         template = DocumentTemplate('<source id="{id}">{text}</source>')
@@ -177,13 +168,6 @@ class TestNumbersByPlace:
 
 
 class TestSeparators:
-    def test_two_documents_in_a_row_show_head_separator_and_tail(self) -> None:
-        run = DocumentTemplate("<context>\n{text}\n\n{text}\n</context>").find(
-            "Use:\n<context>\na\n\nb\n\nc\n</context>\n?"
-        )
-        assert run is not None
-        assert (run.head, list(run.documents), run.tail) == ("Use:\n<context>\n", ["a", "b", "c"], "\n</context>\n?")
-
     @pytest.mark.parametrize(
         "text",
         [

@@ -38,7 +38,8 @@ def asked(vllm_model: Path) -> Asked:
     """Of documents of about as many tokens each."""
     tokenizer = load_tokenizer(vllm_model)
     documents = make_workload("paper-shuf", 0, requests=1).documents[: SUBJECTS * OF_SUBJECT]
-    return Asked(VLLMServer.model_name, [tokenizer.decode(tokenizer.encode(each.text)[:TOKENS]) for each in documents])
+    texts = [tokenizer.decode(tokenizer.encode(each.text)[:TOKENS]) for each in documents]
+    return Asked(VLLMServer.model_name, {str(number): text for number, text in enumerate(texts)})
 
 
 @pytest.fixture
@@ -106,7 +107,7 @@ def test_a_killed_log_of_orders_loses_no_request_and_is_taken_up_again(
 
         def is_told() -> bool:
             """Whether a proxy puts documents that only the other has served into the other's order, and finds them."""
-            names = rng.sample(range(len(asked.texts)), 3)
+            names = rng.sample(list(asked.texts), 3)
             post(urls[0], asked.body(names, f"{next(numbers)}"))
             time.sleep(0.2)
             answer = post(urls[1], asked.body(names[::-1], f"{next(numbers)}"))

@@ -139,11 +139,9 @@ class ExactFirst(Orderer):
         return ordering
 
 
-def client_of(
-    orderer: Orderer, builder: PromptBuilder, *, send_facts: bool = True, **options: Any
-) -> tuple[FarEnd, OrderedClient]:
+def client_of(orderer: Orderer, builder: PromptBuilder, **options: Any) -> tuple[FarEnd, OrderedClient]:
     end = FarEnd()
-    return end, OrderedClient(end, model="m", orderer=orderer, builder=builder, send_facts=send_facts, **options)
+    return end, OrderedClient(end, model="m", orderer=orderer, builder=builder, **{"send_facts": True} | options)
 
 
 class TestTheClients:

@@ -18,18 +18,18 @@ SUBJECTS, OF_SUBJECT = 8, 5
 
 @dataclass
 class Asked:
-    """Questions about these documents, five on each subject."""
+    """Questions about documents with these names and texts, five on each subject."""
 
     model: str
-    texts: Sequence[str]
+    texts: dict[str, str]
 
-    def drawn(self, rng: random.Random) -> list[int]:
+    def drawn(self, rng: random.Random) -> list[str]:
         """Three of the documents on one subject."""
         first = OF_SUBJECT * rng.randrange(SUBJECTS)
-        return rng.sample(range(first, first + OF_SUBJECT), 3)
+        return rng.sample(list(self.texts)[first : first + OF_SUBJECT], 3)
 
-    def body(self, names: Sequence[int], query: str, tokens: int = 1) -> dict[str, Any]:
-        tag = {"documents": [{"id": str(name), "text": self.texts[name]} for name in names], "query": query}
+    def body(self, names: Sequence[str], query: str, tokens: int = 1) -> dict[str, Any]:
+        tag = {"documents": [{"id": name, "text": self.texts[name]} for name in names], "query": query}
         options = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         return {"model": self.model, "messages": [SYSTEM], "ragorder": tag, **options}
 
