@@ -17,6 +17,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+pytest.importorskip("zmq")
+msgpack = pytest.importorskip("msgspec").msgpack
+
+from support.event_server import contents_of
 from support.inside import chunk_file, is_closing, store_of, threads_of
 
 from ragorder.adapters.vllm.kv_events import EventCounters, EventReader
@@ -24,7 +29,7 @@ from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.adapters.vllm_tiers.disk_identity import disk_identity, note_model
 from ragorder.adapters.vllm_tiers.disk_jobs import ChunkJob, JobThreads
 from ragorder.trie.residency import TierLevel
-from ragorder.trie.residency.blocks import Content, EngineBlocks, block_content, chain_root
+from ragorder.trie.residency.blocks import EngineBlocks
 
 pytestmark = pytest.mark.vllm
 
@@ -46,18 +51,6 @@ def vllm() -> SimpleNamespace:
     from ragorder.adapters.vllm_tiers.spec import TierSpec
 
     return SimpleNamespace(**(vars(kv_events) | vars(events) | vars(config) | vars(base)), TierSpec=TierSpec)
-
-
-def msgspec() -> Any:
-    return pytest.importorskip("msgspec")
-
-
-def contents(token_ids: Sequence[int]) -> list[Content]:
-    found, above = [], chain_root()
-    for start in range(0, len(token_ids), CHUNK_TOKENS):
-        above = block_content(above, token_ids[start : start + CHUNK_TOKENS])
-        found.append(above)
-    return found
 
 
 def content(key: bytes) -> bytes:
@@ -253,31 +246,17 @@ class TestWhatLeavesHostMemoryComesBackFromDisk:
         assert second.serve("cd") == []
         assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["dp0", "dp1", "weights.json"]
 
-    def test_events_report_stored_and_removed_chunks_if_enabled(self, engine: Make) -> None:
-        served = engine(events=True, disk_bytes=3 * ON_DISK)
-        for prompt in ("ab", "xy"):
-            served.serve(prompt)
-        events = [event for event in served.manager.take_events() if event.medium is vllm().Medium.STORAGE]
-        came = [key for event in events if not event.removed for key in event.keys]
-        went = [key for event in events if event.removed for key in event.keys]
-        assert came == [*chunks("ab"), *chunks("xy")]
-        assert went == [chunks("ab")[1]]
-        served.close()
-        quiet = engine()
-        quiet.serve("mn")
-        assert list(quiet.manager.take_events()) == []
-
-    def test_vllms_events_of_them_name_the_tier(self, engine: Make) -> None:
+    def test_vllms_events_of_them_name_the_tier_if_they_are_enabled(self, engine: Make) -> None:
         """As vLLM's connector sends them, without the tokens that a request in its scheduler would add."""
         served = engine(events=True, host_chunks=2, disk_bytes=3 * ON_DISK)
         blocks, counters = EngineBlocks(CHUNK_TOKENS), EventCounters()
-        reader = EventReader(msgspec().msgpack.decode, counters)
+        reader = EventReader(msgpack.decode, counters)
         tracker = vllm().OffloadingEventsTracker(
             vllm().OffloadingKVEventsConfig(enable_kv_cache_events=True, self_describing_kv_events=False)
         )
 
         def read(events: list[Any]) -> None:
-            reader.read(msgspec().msgpack.encode(vllm().KVEventBatch(ts=0.0, events=events)), blocks)
+            reader.read(msgpack.encode(vllm().KVEventBatch(ts=0.0, events=events)), blocks)
 
         tokens = {prompt: list(range(place, place + 2 * CHUNK_TOKENS)) for place, prompt in enumerate(("ab", "xy"))}
         for prompt in tokens:
@@ -287,11 +266,15 @@ class TestWhatLeavesHostMemoryComesBackFromDisk:
             served.serve(prompt)
             read(list(tracker.take_events(served.manager.take_events())))
             read([vllm().BlockRemoved(block_hashes=hashes, medium="GPU")])
-        places = {prompt: [blocks.place(each) for each in contents(ids)] for prompt, ids in tokens.items()}
-        assert places["xy"] == [TierLevel.HOST, TierLevel.HOST]
-        assert places["ab"][0] is TierLevel.DISK
-        assert [blocks.holds(each) for each in contents(tokens["ab"])] == [True, False], "one chunk had no room"
+        contents = {prompt: contents_of(ids, block_size=CHUNK_TOKENS) for prompt, ids in tokens.items()}
+        assert [blocks.place(each) for each in contents["xy"]] == [TierLevel.HOST, TierLevel.HOST]
+        assert blocks.place(contents["ab"][0]) is TierLevel.DISK
+        assert [blocks.holds(each) for each in contents["ab"]] == [True, False], "one chunk had no room"
         assert counters.garbage == counters.orphans == 0
+        served.close()
+        quiet = engine()
+        quiet.serve("mn")
+        assert list(quiet.manager.take_events()) == []
 
     def test_chunks_that_are_to_be_loaded_make_no_room_for_others(self, engine: Make) -> None:
         served = engine(disk_bytes=4 * ON_DISK)

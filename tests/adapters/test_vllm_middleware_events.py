@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from hashlib import blake2b
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,13 +12,14 @@ import pytest
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-zmq = pytest.importorskip("zmq")
-msgpack = pytest.importorskip("msgspec").msgpack
+pytest.importorskip("zmq")
+pytest.importorskip("msgspec")
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from support.event_server import TOPIC, Server, event_servers
 from support.sent_requests import CHAT, TEMPLATE, asked, get, post, tagged, user, written
 from support.waiting import eventually
 
@@ -30,30 +30,23 @@ from ragorder.common.degraded import DegradedWarning
 from ragorder.prompt import PromptBuilder
 
 BLOCK = 16
-Events = list[dict[str, Any]]
 Serve = Callable[[Any], str]
 
 
 class Engine:
-    """A fake application with its engine: blocks in the order of their use, and their events as vLLM tells them.
+    """A fake application with its engine, which tells its blocks as vLLM does.
 
     Another application with the same engine is another API process.
     """
 
-    def __init__(self, folder: Path, tokenizer: Any, **config: Any) -> None:
-        self.endpoint = f"ipc://{folder}/events"
-        self.blocks: dict[bytes, None] = {}
+    def __init__(self, server: Server, tokenizer: Any, **config: Any) -> None:
+        self.server = server
         self._tokenizer = tokenizer
-        self._number = 0
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.XPUB)
-        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
-        self._socket.bind(self.endpoint)
-        events = {"enable_kv_cache_events": True, "publisher": "zmq", "replay_endpoint": None, "topic": "kv"}
-        self.events = SimpleNamespace(**events | {"endpoint": self.endpoint} | config)
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "replay_endpoint": None, "topic": TOPIC}
+        self.events = SimpleNamespace(**events | {"endpoint": server.endpoint} | config)
         self.api_processes = 1
 
-    def app(self, *, wait: bool = True, **options: Any) -> Starlette:
+    def app(self, **options: Any) -> Starlette:
         app = Starlette(routes=[Route(CHAT, self._chat, methods=["POST"])])
         app.add_middleware(cast(Any, OrderDocuments), **{"template": TEMPLATE} | options)
         cache = SimpleNamespace(
@@ -67,23 +60,9 @@ class Engine:
         app.state.openai_serving_models = SimpleNamespace(base_model_paths=[SimpleNamespace(name="m")])
         return app
 
-    def wait_for_subscriber(self) -> None:
-        assert self._socket.poll(10_000), "nobody subscribes"
-        assert self._socket.recv()[1:] == b"kv"
-
-    def clear(self) -> None:
-        self.blocks.clear()
-        self._tell([{"type": "AllBlocksCleared"}])
-
     def evict(self, count: int) -> None:
         """The last blocks, as for another client's prompt."""
-        gone = list(self.blocks)[-count:]
-        for each in gone:
-            del self.blocks[each]
-        self._tell([{"type": "BlockRemoved", "block_hashes": gone, "medium": "GPU"}])
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
+        self.server.remove(*list(self.server.held)[-count:])
 
     async def _chat(self, request: Request) -> JSONResponse:
         body = await request.json()
@@ -92,30 +71,9 @@ class Engine:
         salt = body.get("cache_salt")
         if body["model"] != "m":
             salt = f"{salt}/{body['model']}"
-        chain = blake2b(str(salt).encode(), digest_size=8).digest()
-        cached, parent, events = 0, None, []
-        for start in range(0, len(ids) - BLOCK + 1, BLOCK):
-            own = ids[start : start + BLOCK]
-            chain = blake2b(chain + str(own).encode(), digest_size=8).digest()
-            if chain in self.blocks:
-                cached += BLOCK
-            else:
-                self.blocks[chain] = None
-                events.append(self._stored(chain, parent, own, salt if parent is None else None))
-            parent = chain
-        self._tell(events)
+        cached = self.server.serve(ids, salt)
         usage = {"prompt_tokens": len(ids), "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": cached}}
         return JSONResponse({"choices": [{"message": {"content": "yes"}}], "usage": usage})
-
-    @staticmethod
-    def _stored(block: bytes, parent: bytes | None, ids: list[int], salt: str | None) -> dict[str, Any]:
-        chain = {"block_hashes": [block], "parent_block_hash": parent, "token_ids": ids, "block_size": BLOCK}
-        return {"type": "BlockStored", **chain, "extra_keys": [[salt]] if salt else None, "medium": "GPU"}
-
-    def _tell(self, events: Events) -> None:
-        payload = msgpack.encode([time.time(), events])
-        self._socket.send_multipart([b"kv", self._number.to_bytes(8, "big"), payload])
-        self._number += 1
 
 
 Play = Callable[..., Engine]
@@ -123,15 +81,8 @@ Play = Callable[..., Engine]
 
 @pytest.fixture
 def play(tmp_path: Path, tokenizers: dict[str, Any]) -> Iterator[Play]:
-    engines: list[Engine] = []
-
-    def start(**config: Any) -> Engine:
-        engines.append(Engine(tmp_path, tokenizers["chatml"], **config))
-        return engines[-1]
-
-    yield start
-    for engine in engines:
-        engine.close()
+    with event_servers(tmp_path) as serve:
+        yield lambda **config: Engine(serve(block_size=BLOCK), tokenizers["chatml"], **config)
 
 
 @pytest.fixture
@@ -165,14 +116,14 @@ class TestWhatTheEngineTells:
     )
     def test_a_reset_and_evictions_count_at_once(self, engine: Engine, serve: Serve, body: dict[str, Any]) -> None:
         url = serve(engine.app())
-        engine.wait_for_subscriber()
+        engine.server.wait_for_subscriber()
         ask(url, body)
         whole, cached = ask(url, body)
         # The question is cached, too.
         assert 300 < whole <= cached < whole + 2 * BLOCK
 
         def after_a_reset() -> bool:
-            after(engine.clear)
+            after(engine.server.clear)
             return ask(url, body) == (0, 0)
 
         assert eventually(after_a_reset)
@@ -186,8 +137,8 @@ class TestWhatTheEngineTells:
 
     def test_orders_of_another_process_are_found(self, engine: Engine, serve: Serve) -> None:
         one, other = serve(engine.app()), serve(engine.app())
-        engine.wait_for_subscriber()
-        engine.wait_for_subscriber()
+        engine.server.wait_for_subscriber()
+        engine.server.wait_for_subscriber()
         names = iter(["abc", "def", "gha", "bdf", "ceg", "hdb", "acf"])
 
         def found() -> bool:
@@ -203,7 +154,7 @@ class TestWhatTheEngineTells:
         """They have the same tokens."""
         url = serve(engine.app())
         assert get(f"{url}/ragorder/served").json()["lengths"] == "counted"
-        engine.wait_for_subscriber()
+        engine.server.wait_for_subscriber()
         for _ in range(2):
             ask(url, chat("abcd"))
             time.sleep(0.2)

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from msgspec import msgpack
+from support.event_server import BLOCK, Event, contents_of, removed, stored
 
 from ragorder import Document, Orderer
 from ragorder.adapters.vllm.kv_events import EventCounters, EventReader
 from ragorder.benchmarks.ragcache.replacement.tiers import A10G
 from ragorder.trie.residency import TierLevel
-from ragorder.trie.residency.blocks import Content, EngineBlocks, block_content, chain_root
-
-msgpack = pytest.importorskip("msgspec").msgpack
-
-BLOCK = 4
+from ragorder.trie.residency.blocks import EngineBlocks
 
 
 class Engine:
@@ -28,7 +25,7 @@ class Engine:
         self.counters = EventCounters()
         self._reader = EventReader(msgpack.decode, self.counters)
 
-    def send(self, *events: dict[str, Any]) -> None:
+    def send(self, *events: Event) -> None:
         self._reader.read(msgpack.encode([0.0, events, 0]), self.blocks)
 
     def compute(self, tokens: Sequence[int], salt: str | None = None) -> list[str]:
@@ -39,29 +36,12 @@ class Engine:
         return hashes
 
     def places(self, salt: str | None = None) -> list[TierLevel]:
-        return list(map(self.blocks.place, contents(TOKENS, salt)))
+        return list(map(self.blocks.place, contents_of(TOKENS, salt)))
 
 
-def stored(hashes: Sequence[Hashable], tokens: Sequence[int], medium: Any = "GPU", **fields: Any) -> dict[str, Any]:
-    event = {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": None, "token_ids": tokens}
-    return event | {"block_size": BLOCK, "lora_id": None, "medium": medium, "lora_name": None} | fields
-
-
-def placeholder(hash: Hashable, medium: str) -> dict[str, Any]:
+def placeholder(hash: Hashable, medium: str) -> Event:
     """What vLLM's offloading sends without `self_describing_kv_events`."""
-    return stored([hash], [], medium, block_size=0, group_idx=0)
-
-
-def removed(hashes: Sequence[Hashable], medium: Any = "GPU") -> dict[str, Any]:
-    return {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium, "group_idx": 0}
-
-
-def contents(tokens: Sequence[int], salt: str | None = None) -> list[Content]:
-    found, content = [], chain_root(salt)
-    for start in range(0, len(tokens), BLOCK):
-        content = block_content(content, tokens[start : start + BLOCK])
-        found.append(content)
-    return found
+    return stored([hash], [], medium=medium, block_size=0, group_idx=0)
 
 
 TOKENS = list(range(2 * BLOCK))
@@ -90,7 +70,7 @@ class TestPlaces:
     ) -> None:
         hashes = engine.compute(TOKENS)
         if describing or place is TierLevel.DEVICE:
-            engine.send(stored(hashes, TOKENS, medium))
+            engine.send(stored(hashes, TOKENS, medium=medium))
         else:
             engine.send(*(placeholder(each, str(medium)) for each in hashes))
         assert engine.places() == [TierLevel.DEVICE] * 2
@@ -102,7 +82,7 @@ class TestPlaces:
 
     def test_the_fastest_tier_counts(self, engine: Engine) -> None:
         (first, second) = engine.compute(TOKENS)
-        engine.send(stored([first, second], TOKENS, "STORAGE"), stored([first], TOKENS[:BLOCK], "CPU"))
+        engine.send(stored([first, second], TOKENS, medium="STORAGE"), stored([first], TOKENS[:BLOCK], medium="CPU"))
         engine.send(removed([first, second]))
         assert engine.places() == [TierLevel.HOST, TierLevel.DISK]
         engine.compute(TOKENS)
@@ -122,19 +102,19 @@ class TestTenants:
     def test_a_salted_block_stays_its_tenants(self, engine: Engine, describing: bool) -> None:
         hashes = engine.compute(TOKENS, salt="tenant")
         if describing:
-            engine.send(stored(hashes, TOKENS, "CPU", extra_keys=None))
+            engine.send(stored(hashes, TOKENS, medium="CPU", extra_keys=None))
         else:
             engine.send(*(placeholder(each, "CPU") for each in hashes))
         engine.send(removed(hashes))
         assert engine.places("tenant") == [TierLevel.HOST] * 2
         assert len(engine.blocks) == 2
-        assert not any(map(engine.blocks.holds, contents(TOKENS)))
+        assert not any(map(engine.blocks.holds, contents_of(TOKENS)))
 
     def test_a_block_that_the_device_never_had_is_known_only_with_a_salt_in_its_event(self, engine: Engine) -> None:
-        engine.send(stored(["unknown"], TOKENS[:BLOCK], "CPU"), placeholder("unknown", "STORAGE"))
+        engine.send(stored(["unknown"], TOKENS[:BLOCK], medium="CPU"), placeholder("unknown", "STORAGE"))
         assert len(engine.blocks) == 0
         assert engine.counters.orphans == 2
-        engine.send(stored(["unknown"], TOKENS[:BLOCK], "CPU", extra_keys=[["tenant"]]))
+        engine.send(stored(["unknown"], TOKENS[:BLOCK], medium="CPU", extra_keys=[["tenant"]]))
         assert engine.places("tenant")[0] is TierLevel.HOST
 
 
@@ -172,7 +152,7 @@ class TestOrders:
         orderer = self.orderer(engine, tmp_path / "profile.json" if disk_s is not None else None)
         prompts = [(*PREFIX, *IDS["a"], *IDS["b"]), (*PREFIX, *IDS["c"])]
         long, short = (engine.compute(prompt) for prompt in prompts)
-        engine.send(stored(long, prompts[0], "STORAGE"), removed(long[1:]))
+        engine.send(stored(long, prompts[0], medium="STORAGE"), removed(long[1:]))
         ordering = orderer.order([Document(name, text=name) for name in "bca"])
         assert [document.id for document in ordering.documents][: len(first)] == first
         if disk_s is not None:
@@ -188,7 +168,7 @@ class TestOrders:
         orderer.order(documents).confirm()
         prompt = (*PREFIX, *IDS["a"], *IDS["b"])
         hashes = engine.compute(prompt)
-        engine.send(stored(hashes, prompt, "CPU"), removed(hashes[9:]))
+        engine.send(stored(hashes, prompt, medium="CPU"), removed(hashes[9:]))
         ordering = orderer.order(documents)
         assert (ordering.cached_tokens, ordering.host_tokens) == (len(prompt), 8 * BLOCK)
         ordering.discard()
