@@ -134,7 +134,7 @@ def serve_until_listening(
 
     given: list[str] = []
     if "--config" not in options and not any(name.startswith("RAGORDER_SERVE_") for name in environment):
-        given += [] if "--upstream" in options else ["--upstream", "http://127.0.0.1:9"]
+        given += [] if "--upstream" in options or command == "engine" else ["--upstream", "http://127.0.0.1:9"]
         given += [] if "--port" in options else ["--port", "0"]
     with monkeypatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("RAGORDER_")]:
