@@ -179,16 +179,6 @@ class TestWhatGoesFirst:
             device.serve(documents)
         assert [device.holds(documents) for documents in ("ab", "cd", "ef", "g")] == [2, 2, 2, 1]
 
-    def test_blocks_in_use_stay(self) -> None:
-        device = Device(6, tier())
-        device.serve("a", cost=1.0)
-        device.serve("b", cost=5.0)
-        using = device.start(prompt("a"))
-        device.serve("cde")
-        assert (device.holds("a"), device.holds("b")) == (1, 0)
-        device.finish(using)
-        device.check()
-
     @pytest.mark.parametrize(("ends", "stays"), [((2 * BLOCK,), 1), ((), 0)])
     def test_the_question_goes_first_if_a_request_gives_document_ends(self, ends: tuple[int, ...], stays: int) -> None:
         device = Device(8, tier())
@@ -297,9 +287,6 @@ class TestEveryWayToABlock:
         device.check()
         assert device.holds("ab") == 2
         assert device.order.failures == 0
-
-    def test_a_whole_prompt(self, device: Device) -> None:
-        device.serve("nopqrstuvw")
 
     def test_a_prompt_in_chunks(self, device: Device) -> None:
         running = device.begin(prompt("nopqrstuvw"), chunk=6)

@@ -199,16 +199,22 @@ class TestAwaited:
         cache.keep(KEY, PROFILE)
         assert awaited.cost(0, 10) == PROFILE.cost(0, 10)
 
-    def test_is_there_from_the_start_if_it_was_measured_before(self, cache: ProfileCache) -> None:
+    @pytest.mark.parametrize(
+        ("profile", "extra", "is_awaited"),
+        [
+            ("auto", {"ragorder_profile": KEY}, True),
+            ("auto", {}, False),
+            *((declined, {"ragorder_profile": KEY}, False) for declined in (None, "none")),
+        ],
+    )
+    def test_is_there_from_the_start_if_it_was_measured_before_unless_declined_or_without_a_key(
+        self, cache: ProfileCache, profile: str | None, extra: dict[str, str], is_awaited: bool
+    ) -> None:
         cache.keep(KEY, PROFILE)
-        costs = prefill_costs(TierSettings(host_bytes=1, profile="auto"), {"ragorder_profile": KEY})
-        assert isinstance(costs, AwaitedProfile)
-        assert costs.measured
-
-    @pytest.mark.parametrize("profile", [None, "none"])
-    def test_is_not_awaited_by_those_who_decline(self, cache: ProfileCache, profile: str | None) -> None:
-        cache.keep(KEY, PROFILE)
-        assert prefill_costs(TierSettings(host_bytes=1, profile=profile), {"ragorder_profile": KEY}) is LINEAR
+        costs = prefill_costs(TierSettings(host_bytes=1, profile=profile), extra)
+        assert (costs is LINEAR) == (not is_awaited)
+        if is_awaited:
+            assert isinstance(costs, AwaitedProfile) and costs.measured
 
     def test_a_file_is_read(self, tmp_path: Path) -> None:
         PROFILE.to_file(tmp_path / "p.json")
@@ -229,8 +235,6 @@ class TestAwaited:
         note_profile(config)
         assert config.kv_transfer_config.kv_connector_extra_config == {}
         assert "give --profile FILE" in caplog.text
-        settings = TierSettings(host_bytes=1, profile="auto")
-        assert prefill_costs(settings, {}) is LINEAR
 
 
 def key_of(
