@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.balancer import Balancer, plain
 from support.commands import run_command
+from support.faulty_server import FaultyServer, plain
 from support.request_logs import (
     NAMES,
     SYSTEM,
@@ -38,7 +38,7 @@ from ragorder.cli import main
 
 doctor = partial(run_command, main, "doctor")
 
-Balance = Callable[..., Balancer]
+Balance = Callable[..., FaultyServer]
 
 
 @pytest.fixture
@@ -48,17 +48,19 @@ def examine(tmp_path: Path) -> Examine:
 
 @pytest.fixture
 def balance() -> Iterator[Balance]:
-    started: list[Balancer] = []
+    """Puts a balancer before replicas of one engine."""
+    pytest.importorskip("httpx2")
+    pytest.importorskip("prometheus_client")
+    with FaultyServer() as server:
+        server.models["data"][0]["id"] = "qwen"
 
-    def balance(choose: Callable[[int, str | None], int] = lambda *_: 0, **options: Any) -> Balancer:
-        pytest.importorskip("httpx2")
-        pytest.importorskip("prometheus_client")
-        started.append(Balancer(choose, **options))
-        return started[-1].start()
+        def balance(
+            choose: Callable[[int, str | None], int] = lambda *_: 0, render: Callable[..., str] | None = None
+        ) -> FaultyServer:
+            server.choose, server.render, server.tokenizes = choose, render, render is not None
+            return server
 
-    yield balance
-    for each in started:
-        each.stop()
+        yield balance
 
 
 class TestAllIsWell:
@@ -212,7 +214,7 @@ class TestCommand:
 
 
 class TestTopic:
-    def probe(self, examine: Examine, balancer: Balancer) -> Finding:
+    def probe(self, examine: Examine, balancer: FaultyServer) -> Finding:
         return examine(healthy(5), base_url=balancer.base_url, topic_header="x-session-id")["topic's replica"]
 
     def test_a_balancer_that_heeds_it_is_good(self, examine: Examine, balance: Balance) -> None:
@@ -230,7 +232,7 @@ class TestTopic:
 
     def test_without_reports_it_is_unknown(self, examine: Examine, balance: Balance) -> None:
         balancer = balance()
-        balancer.reports = False
+        balancer.reporting = False
         assert self.probe(examine, balancer).verdict == "unknown"
 
     def test_nothing_is_sent_without_a_header(self, examine: Examine, balance: Balance) -> None:
@@ -261,7 +263,7 @@ def thinking(messages: list[dict[str, Any]], open_end: bool) -> str:
 
 
 class TestTemplate:
-    def check(self, examine: Examine, balancer: Balancer, lines: Lines) -> Finding:
+    def check(self, examine: Examine, balancer: FaultyServer, lines: Lines) -> Finding:
         return examine(lines, base_url=balancer.base_url)["chat template"]
 
     @pytest.mark.parametrize(

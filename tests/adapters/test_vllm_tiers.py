@@ -55,12 +55,9 @@ class TestSettings:
         ]
         assert extra["self_describing_kv_events"] is True
         assert TierSettings.from_extra_config(extra) == settings
-        names = []
-        for order in (True, False):
+        for order, name in ((True, "OrderedTierConnector"), (False, "TierConnector")):
             config = TierSettings(host_bytes=1, device_order=order).kv_transfer_config()
-            assert config["kv_connector_extra_config"]["secondary_tiers"] == []
-            names.append(config["kv_connector"])
-        assert names == ["OrderedTierConnector", "TierConnector"]
+            assert (config["kv_connector"], config["kv_connector_extra_config"]["secondary_tiers"]) == (name, [])
 
     def test_paths_become_absolute(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.chdir(tmp_path)
@@ -107,14 +104,12 @@ def install(monkeypatch: pytest.MonkeyPatch, **packages: str) -> None:
     monkeypatch.setattr(versions, "version", version)
 
 
-# fmt: off
 MALFORMED: dict[str, list[Any]] = {
     "documents": ["100", [100, 50], [0], [True], [1.5], [10**30], [[1]], list(range(1, 5000))],
     "tenant": [5, "x" * 257],
     "cost": [-1, float("nan"), float("inf"), 10**400, 10.1, "1", True],
     "expected": [[], [1, 2], 1, ["1"], [True], [-1], [1001], [float("nan")]],
 }
-# fmt: on
 
 
 class TestFacts:

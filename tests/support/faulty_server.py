@@ -35,8 +35,14 @@ def page(*gauges: str) -> str:
     return 'vllm:num_requests_running{engine="0"} 0.0\n' + head + "".join(gauges or (gauge(),))
 
 
+def plain(messages: list[dict[str, Any]], open_end: bool) -> str:
+    """A chat template that only appends."""
+    return "".join(f"<{each['role']}>{each['content']}</>" for each in messages) + "<assistant>" * open_end
+
+
 class FaultyServer(LocalServer):
-    """As much of an OpenAI-compatible server as the doctor asks for, faults included, on a socket of its own."""
+    """As much of an OpenAI-compatible server as the doctor asks for, faults included, on a socket of its own. Each of
+    its engines, or of the replicas that it balances, has a cache."""
 
     def __init__(self) -> None:
         super().__init__(_Handler)
@@ -47,14 +53,16 @@ class FaultyServer(LocalServer):
         self.completions = "ids"
         self.tokenizes = True
         self.engines = 1
+        self.choose: Callable[[int, str | None], int] = lambda number, topic: number % self.engines
+        self.render: Callable[[list[dict[str, Any]], bool], str] | None = None
         self.key: str | None = None
         self.status: dict[str, int] = {}
         self.raw: dict[str, bytes] = {}
         self.hangs: set[str] = set()
         self.on_tokens: Callable[[list[int]], object] = lambda token_ids: None
         self.seen: list[tuple[str, dict[str, str], Any]] = []
+        self.topics: list[str | None] = []
         self._caches: dict[int, set[str]] = {}
-        self._served = 0
         self._lock = Lock()
         self._gone = Event()
 
@@ -73,33 +81,36 @@ class FaultyServer(LocalServer):
         allowed = self.key is None or handler.headers.get("Authorization") == f"Bearer {self.key}"
         status, content = (self.status.get(path, 0), b"") if allowed else (401, b"")
         if not status:
-            status, content = (200, self.raw[path]) if path in self.raw else self._route(path, body)
+            status, content = (200, self.raw[path]) if path in self.raw else self._route(handler, body)
         handler.answer(status, content)
 
-    def _route(self, path: str, body: Any) -> tuple[int, bytes]:
+    def _route(self, handler: Handler, body: Any) -> tuple[int, bytes]:
+        path, topic = handler.path, handler.headers.get("x-session-id")
         if path == "/v1/models":
             return 200, json.dumps(self.models).encode()
         if path == "/metrics" and self.metrics is not None:
             return 200, self.metrics.encode()
         if path == "/tokenize" and self.tokenizes:
-            text = (
-                body["prompt"]
-                if "prompt" in body
-                else "".join(f"<{m['role']}>{m['content']}" for m in body["messages"])
-            )
-            return 200, json.dumps({"tokens": [ord(char) for char in text]}).encode()
+            return 200, json.dumps({"tokens": [ord(char) for char in self._text(body)]}).encode()
         if path == "/v1/completions" and self.completions in ("ids", "text"):
             if isinstance(body["prompt"], list) and self.completions == "text":
                 return 400, b""
-            return 200, self._complete(body["prompt"])
+            return 200, self._complete(body["prompt"], topic)
         if path == "/v1/chat/completions" and self.completions == "chat":
-            return 200, self._complete(body["messages"][0]["content"])
+            return 200, self._complete(body["messages"][0]["content"], topic)
         return 404, b""
 
-    def _complete(self, prompt: Any) -> bytes:
+    def _text(self, body: Any) -> str:
+        if "prompt" in body:
+            return str(body["prompt"])
+        if self.render is not None:
+            return self.render(body["messages"], body["add_generation_prompt"])
+        return "".join(f"<{each['role']}>{each['content']}" for each in body["messages"])
+
+    def _complete(self, prompt: Any, topic: str | None) -> bytes:
         with self._lock:
-            self._served += 1
-            cache = self._caches.setdefault(self._served % self.engines, set())
+            cache = self._caches.setdefault(self.choose(len(self.topics), topic), set())
+            self.topics.append(topic)
         hit = (len(prompt) - 1) // BLOCK * BLOCK if self.caching and str(prompt) in cache else 0
         cache.add(str(prompt))
         if isinstance(prompt, list):

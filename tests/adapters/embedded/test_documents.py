@@ -194,7 +194,7 @@ class TestFusion:
             answer = await complete(client, tokens, **own, **fields)
         return answer["choices"][0], answer["usage"]["prompt_tokens_details"]
 
-    async def test_usage_counts_reused_and_recomputed_tokens(self, fusing: EngineWorker) -> None:
+    async def test_usage_and_metrics_count_reused_and_recomputed_tokens(self, fusing: EngineWorker) -> None:
         fusing.engine.clear_cache()
         assert (await self.ask(fusing, "a"))[1] == {"cached_tokens": 0}
         _, first = await self.ask(fusing, "b")
@@ -209,6 +209,14 @@ class TestFusion:
         for share in (0.5, 0, 1):
             _, details = await self.ask(fusing, "ba", recompute=share)
             assert details.get("recomputed_tokens", 0) == round(share * length)
+        stats = fusing.engine.stats()
+        async with reaching(make_engine_app(fusing)) as client:
+            text = (await client.get("/metrics")).text
+        assert f'ragorder_engine_fused_tokens_total{{tier="device"}} {stats.fused.device:.1f}' in text
+        assert f"ragorder_engine_recomputed_tokens_total {stats.recomputed:.1f}" in text
+        sources = dict(re.findall(r'ragorder_engine_prompt_tokens_total{source="(\w+)"} ([0-9.]+)', text))
+        assert float(sources["fused"]) == stats.fused.total - stats.recomputed > 0
+        assert sum(map(float, sources.values())) == stats.prompt_tokens
 
     async def test_a_request_says_how_recomputed_tokens_are_selected(self, fusing: EngineWorker) -> None:
         fusing.engine.clear_cache()
@@ -241,18 +249,6 @@ class TestFusion:
         answer, details = await self.ask(fusing, "cba", reuse="exact")
         assert answer == (await self.ask(worker, "cba"))[0]
         assert "fused_tokens" not in details
-
-    async def test_is_in_the_metrics(self, fusing: EngineWorker) -> None:
-        for names in ("a", "b", "ba"):
-            await self.ask(fusing, names)
-        stats = fusing.engine.stats()
-        async with reaching(make_engine_app(fusing)) as client:
-            text = (await client.get("/metrics")).text
-        assert f'ragorder_engine_fused_tokens_total{{tier="device"}} {stats.fused.device:.1f}' in text
-        assert f"ragorder_engine_recomputed_tokens_total {stats.recomputed:.1f}" in text
-        sources = dict(re.findall(r'ragorder_engine_prompt_tokens_total{source="(\w+)"} ([0-9.]+)', text))
-        assert float(sources["fused"]) == stats.fused.total - stats.recomputed > 0
-        assert sum(map(float, sources.values())) == stats.prompt_tokens
 
     @pytest.mark.parametrize("prompts", ["token_ids", "messages"])
     async def test_a_warm_up_computes_the_question_early(self, fusing: EngineWorker, prompts: Any) -> None:
