@@ -372,6 +372,12 @@ class TestLog:
         assert [each.role for each in request.messages] == ["tools", "system", "user"]
         assert request.text[request.system_end :] == "<user>\nhi\n"
 
+    def test_tenants_and_models_share_nothing(self, tmp_path: Path) -> None:
+        body = healthy(1)[0]
+        salted = [{**body, "cache_salt": "one"}, {**body, "cache_salt": "two"}, {**body, "model": "other"}]
+        log = self.read(tmp_path, body, *salted)
+        assert [found.earlier for found in shared_beginnings(log.requests)] == [None] * 4
+
     def test_a_log_may_be_compressed_and_is_read_to_a_bound(self, tmp_path: Path) -> None:
         path = tmp_path / "requests.jsonl.gz"
         path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in healthy(6)).encode()))

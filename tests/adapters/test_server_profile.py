@@ -55,7 +55,10 @@ def far() -> Iterator[FarServer]:
 
 
 class TestProfileServer:
-    def test_measures_once(self, far: FarServer, cache: ProfileCache, caplog: pytest.LogCaptureFixture) -> None:
+    def test_measures_once_and_logs_no_content(
+        self, far: FarServer, cache: ProfileCache, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.DEBUG)
         profile = profile_server(far.base_url, budget_s=60)
         assert profile is not None
         assert profile == cache.find(KEY)
@@ -70,6 +73,7 @@ class TestProfileServer:
         sent = len(far.bodies)
         assert profile_server(far.base_url) == profile
         assert len(far.bodies) == sent
+        assert json.dumps(far.bodies[-1]["prompt"][:4])[1:-1] not in caplog.text
 
     def test_waits_for_an_engine_that_has_made_no_step_yet(
         self, far: FarServer, cache: ProfileCache, monkeypatch: pytest.MonkeyPatch
@@ -308,9 +312,3 @@ class TestServe:
         done = serve("--tiers", "--profile", str(tmp_path / "p.json"))
         assert done.exit_code == 0, done.said
         assert far.bodies == []
-
-
-def test_a_log_shows_no_content(far: FarServer, cache: ProfileCache, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
-    profile_server(far.base_url, budget_s=1)
-    assert json.dumps(far.bodies[-1]["prompt"][:4])[1:-1] not in caplog.text
