@@ -18,6 +18,7 @@ pytest.importorskip("msgspec")
 from support.event_server import BLOCK, contents_of
 
 from ragorder import Document, Orderer
+from ragorder.trie.residency import TierLevel
 from ragorder.trie.residency.blocks import Content, EngineBlocks
 
 TOKENS = list(range(BLOCK))
@@ -37,7 +38,7 @@ class Recorder:
 
 
 # Store, remove, clear; a token; the number of a block; a tier.
-OPERATIONS = st.tuples(st.sampled_from("ssssrrrc"), st.integers(0, 2), st.integers(0, 9), st.sampled_from("GC"))
+OPERATIONS = st.tuples(st.sampled_from("ssssrrrc"), st.integers(0, 2), st.integers(0, 9), st.sampled_from(TierLevel))
 
 
 @pytest.mark.parametrize("same_engine", [True, False])
@@ -153,7 +154,9 @@ def test_no_call_of_an_orderer_waits_for_a_writer(monkeypatch: pytest.MonkeyPatc
 
 
 @given(st.lists(OPERATIONS))
-def test_watchers_hear_of_every_change_when_it_happens(operations: list[tuple[str, int, int, str]]) -> None:
+def test_watchers_hear_of_every_change_when_it_happens_and_the_fastest_tier_counts(
+    operations: list[tuple[str, int, int, TierLevel]],
+) -> None:
     blocks = EngineBlocks(BLOCK)
     watcher = Recorder()
 
@@ -162,7 +165,7 @@ def test_watchers_hear_of_every_change_when_it_happens(operations: list[tuple[st
 
     # Three tokens and chains of up to three blocks: every block comes and goes more than once.
     known: list[tuple[int, ...]] = [()]
-    tiers: dict[tuple[int, ...], set[str]] = {}
+    tiers: dict[tuple[int, ...], set[TierLevel]] = {}
     generation = 0
     for what, token, number, medium in operations:
         before = {chain for chain, media in tiers.items() if media}
@@ -189,4 +192,5 @@ def test_watchers_hear_of_every_change_when_it_happens(operations: list[tuple[st
         after = {chain for chain, media in tiers.items() if media}
         assert set(map(content_of, after)) == held_in(blocks).keys()
         assert watcher.told() == set(map(content_of, before ^ after))
+        assert all(blocks.place(content_of(chain)) is min(tiers[chain]) for chain in after)
         assert blocks.generation == generation

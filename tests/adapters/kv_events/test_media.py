@@ -80,20 +80,6 @@ class TestPlaces:
         assert len(engine.blocks) == 0
         assert engine.counters.garbage == engine.counters.orphans == 0
 
-    def test_the_fastest_tier_counts(self, engine: Engine) -> None:
-        (first, second) = engine.compute(TOKENS)
-        engine.send(stored([first, second], TOKENS, medium="STORAGE"), stored([first], TOKENS[:BLOCK], medium="CPU"))
-        engine.send(removed([first, second]))
-        assert engine.places() == [TierLevel.HOST, TierLevel.DISK]
-        engine.compute(TOKENS)
-        assert engine.places() == [TierLevel.DEVICE, TierLevel.DEVICE]
-        engine.send(removed([first, second]))
-        assert engine.places() == [TierLevel.HOST, TierLevel.DISK]
-        engine.send(removed([first], "CPU"))
-        assert engine.places() == [TierLevel.DISK, TierLevel.DISK]
-        engine.compute(TOKENS)
-        assert engine.places() == [TierLevel.DEVICE, TierLevel.DEVICE]
-
 
 class TestTenants:
     """vLLM leaves the salt out of a lower tier's events."""
