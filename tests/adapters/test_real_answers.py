@@ -21,10 +21,12 @@ pytest.importorskip("starlette")
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.embedded import EmbeddedStreams, EngineWorker, make_engine_app
 from ragorder.adapters.openai import AsyncOrderedClient
-from ragorder.adapters.openai.pipelined import Question, ordered_pipeline
+from ragorder.adapters.openai.pipelined import OrderedPrompts, Question, ordered_pipeline
+from ragorder.adapters.workflows import WorkflowPrompts, ordered_workflows
 from ragorder.kernels.engine import EngineSettings, TieredEngine
 from ragorder.kernels.random_model.documentation import chunks_of, library_modules, read_entries
-from ragorder.pipelining import StagedIVF, staged_retrieval
+from ragorder.pipelining import ContinuousIVF, StagedIVF, staged_retrieval
+from ragorder.pipelining.workflow import WorkflowTrace, interpret, multistep
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -123,6 +125,47 @@ class TestSpeculation:
         assert [stream.text for stream in begun] == [stream.text for stream in awaited]
         assert all(stream.text for stream in awaited)
         assert any(stream.trace.right for stream in begun), "some began before their search had ended"
+
+
+class TestAWorkflow:
+    QUESTIONS = (
+        "Which functions of heapq add an item, and which remove one?",
+        "How do shutil.copy and copytree differ?",
+    )
+    GRAPH = multistep(topk=2, rounds=3, plan_tokens=32, max_tokens=16).compile()
+
+    async def test_answers_as_stage_by_stage(self, load: Load, index: Any, documents: list[Document]) -> None:
+        async def retrieve(query: str, topk: int) -> list[Document]:
+            return [documents[place] for place in index.search(embed(query)[None], topk)[1][0].tolist()]
+
+        worker = load()
+        builder, orderer = parts(worker, "{query}")
+        prompts = WorkflowPrompts(OrderedPrompts(orderer, builder, "token_ids"))
+        stages = [
+            await interpret(self.GRAPH, question, engine=EmbeddedStreams(worker), prompts=prompts, retrieve=retrieve)
+            for question in self.QUESTIONS
+        ]
+
+        worker = load()
+        builder, orderer = parts(worker, "{query}")
+        engine, traces = EmbeddedStreams(worker), list[WorkflowTrace]()
+        search = ContinuousIVF(index, nprobe=8)
+        async with ordered_workflows(
+            engine,
+            search,
+            embed,
+            documents.__getitem__,
+            orderer=orderer,
+            builder=builder,
+            prompts="token_ids",
+            requests=engine.requests,
+            observers=[traces.append],
+        ) as server:
+            wavefront = [await server.run(self.GRAPH, question) for question in self.QUESTIONS]
+        for one, other in zip(wavefront, stages, strict=True):
+            assert (one.text, dict(one.state)) == (other.text, dict(other.state))
+            assert one.state["notes"], "there was more than one step"
+        assert sum(piece.cached_tokens or 0 for trace in traces for piece in trace.pieces) > 0
 
 
 class TestAConversation:

@@ -39,14 +39,10 @@ USAGE = {"prompt_tokens": 600, "completion_tokens": 1, "prompt_tokens_details": 
 class Application(FarEnd):
     """Answers chats, and echoes other paths."""
 
-    state: Any = None
-
     def app(self, **options: Any) -> Starlette:
         app = Starlette(routes=[Mount("/", self)])
         if options:
             app.add_middleware(cast(Any, OrderDocuments), **options)
-        if self.state is not None:
-            app.state.vllm_config = self.state
         return app
 
     def play(self, request: Request) -> Answer:

@@ -173,9 +173,7 @@ class TestWithoutThem:
         with pytest.warns(DegradedWarning, match="--kv-events-config"):
             serve(engine.app())
 
-    def test_a_tokenizer_of_another_kind_is_warned_about(
-        self, engine: Engine, serve: Serve, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_tokenizer_of_another_kind_is_warned_about(self, engine: Engine, serve: Serve) -> None:
         app = engine.app()
         app.state.engine_client = SimpleNamespace(get_tokenizer=object)
         with pytest.warns(DegradedWarning, match="KV events are not followed"):
