@@ -1,4 +1,4 @@
-"""Options of the commands: derived from models, in groups, with counts and sizes."""
+"""Commands and their options: derived from models, in groups, with counts and sizes; each has help and a test."""
 
 from __future__ import annotations
 
@@ -15,18 +15,11 @@ import pytest
 from click.testing import CliRunner, Result
 from pydantic import BaseModel, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
-from support.commands import every_command
+from support.commands import every_command, invoke, lines, refusal
 
-from ragorder import Settings
-from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.cli import main
-from ragorder.cli.options import Command, build, in_options, option, options_from, section
-from ragorder.cli.proxy import ServerSettings
+from ragorder.cli.options import Command, build, option, options_from, section
 from ragorder.cli.values import Choice, Count, Duration, Rate, Size
-from ragorder.eval.replay import DefaultLengths
-from ragorder.eval.running.specs import Bench
-from ragorder.eval.suites.quality.specs import AnswererSpec, QuestionsSpec
-from ragorder.kernels.engine_settings import EngineSettings
 
 
 class Oven(BaseModel):
@@ -63,12 +56,12 @@ def bake(plates: Any, plain: bool, **options: Any) -> None:
     click.echo(json.dumps({**oven.model_dump(mode="json"), "given": sorted(oven.model_fields_set), "plates": plates}))
 
 
-def invoke(*arguments: str) -> Result:
+def bake_with(*arguments: str) -> Result:
     return CliRunner().invoke(bake, arguments, env={"COLUMNS": "80"})
 
 
 def baked(*arguments: str) -> dict[str, Any]:
-    done = invoke(*arguments)
+    done = bake_with(*arguments)
     assert done.exit_code == 0, done.output
     values: dict[str, Any] = json.loads(done.stdout)
     return values
@@ -87,7 +80,7 @@ class TestOptionsFromAModel:
         assert baked("--plates", "unlimited")["plates"] == "unlimited"
 
     def test_help_is_the_fields(self) -> None:
-        said = " ".join(invoke("--help").output.split())
+        said = " ".join(bake_with("--help").output.split())
         for part in (
             "--heat N Degrees. [default: 180]",
             "--mode [top|bottom] Which element heats. [default: top]",
@@ -101,7 +94,7 @@ class TestOptionsFromAModel:
             assert part in said
 
     def test_options_stand_under_their_headings(self) -> None:
-        said = invoke("--help").output
+        said = bake_with("--help").output
         places = [said.index(part) for part in ("Oven:", "--heat", "Kitchen:", "--plates", "Options:", "--plain")]
         assert places == sorted(places)
 
@@ -118,7 +111,7 @@ class TestOptionsFromAModel:
         ],
     )
     def test_errors_name_the_option(self, arguments: list[str], said: str) -> None:
-        done = invoke(*arguments)
+        done = bake_with(*arguments)
         assert done.exit_code == 2
         assert said in " ".join(done.output.split())
         assert "Value error" not in done.output
@@ -161,6 +154,7 @@ class TestTypes:
 
 
 COMMANDS = dict(every_command())
+MEMBERS = [*COMMANDS.items()][1:]
 LEAVES = [path for path, command in COMMANDS.items() if not isinstance(command, click.Group)]
 FOREIGN = {"--kv-transfer-config"}  # vLLM's
 # Where the command knows better than its model.
@@ -185,6 +179,77 @@ def owner_of(call: str) -> tuple[str, ...]:
     """The command that is called by some words: its name, and that of its group."""
     words = tuple(takewhile(lambda word: not word.startswith("-"), call.split()))
     return max((words[:count] for count in range(len(words) + 1) if words[:count] in COMMANDS), key=len)
+
+
+MISSING = (
+    "torch",
+    "vllm",
+    "faiss",
+    "transformers",
+    "sentence_transformers",
+    "bm25s",
+    "langchain",
+    "scipy",
+    "matplotlib",
+    "numpy",
+)
+
+
+class TestEveryCommand:
+    def test_has_help_and_every_option_its_words(self) -> None:
+        """A command's line in the list is the first sentence of its help."""
+        listed = " ".join(invoke("--help").output.split())
+        for path, command in MEMBERS:
+            sentence = " ".join((command.help or "").split()).partition(". ")[0].removesuffix(".") + "."
+            assert len(path) > 1 or f"{path[0]} {sentence}" in listed, path
+            done = invoke(*path, "--help")
+            assert (done.exit_code, invoke(*path, "-h").output) == (0, done.output), path
+            assert path[-1] in invoke(*path[:-1], "--help").output
+            assert command.help and command.get_short_help_str(200)
+            assert command.help.split()[0] in done.output
+            assert [each.opts for each in options_of(path) if not (each.help and each.opts[0] in done.output)] == []
+
+    def test_has_help_without_the_extras(self, python: Any) -> None:
+        script = (
+            "import json, sys\n"
+            "from click.testing import CliRunner\n"
+            "from ragorder.cli import main\n"
+            "for path in json.load(sys.stdin):\n"
+            "    print(CliRunner().invoke(main, [*path, '--help']).exit_code)\n"
+        )
+        paths = [*COMMANDS]
+        done = python("-c", script, input=json.dumps(paths), blocked=MISSING)
+        assert done.stdout.split() == ["0"] * len(paths), done.stderr
+
+    def test_that_is_called_by_itself_first_has_help_in_the_group(self, python: Any) -> None:
+        calls = "for args in (serve, ['--help']), (serve, ['-h']), (main, ['serve', '-h']):"
+        imports = "from click.testing import CliRunner as R\nfrom ragorder.cli import main\n"
+        imports += "from ragorder.cli.serve import serve\n"
+        script = f"{imports}{calls}\n    print(R().invoke(*args).exit_code)"
+        assert python("-c", script).stdout.split() == ["0", "0", "0"]
+
+    def test_has_options_that_are_used_in_a_file_that_tests_it(self) -> None:
+        """One with the same words in several commands is declared once, and used with one of them."""
+        files = [path.read_text("utf-8") for path in sorted(Path(__file__).parents[1].rglob("test_*.py"))]
+        used: dict[tuple[str, str | None], bool] = {}
+        for path, command in MEMBERS:
+            called = re.compile(rf'"{path[-1]}"|import [^\n]*\b{getattr(command.callback, "__name__", path[-1])}\b')
+            tests = "".join(filter(called.search, files))
+            for each in options_of(path):
+                for name in (*each.opts, *each.secondary_opts):
+                    used[name, each.help] = used.get((name, each.help), False) or f'"{name}"' in tests
+        assert len(used) > 100
+        assert [name for (name, _), tested in used.items() if not tested] == []
+
+    def test_an_unknown_command_is_a_usage_error(self) -> None:
+        assert "No such command 'sort'" in refusal("sort")
+        assert "No such command 'ordr'. Did you mean 'order'?" in refusal("ordr")
+
+    def test_python_dash_m_is_the_same_command(self, python: Any) -> None:
+        from importlib.metadata import version
+
+        expected = f"ragorder, version {version('ragorder')}\n"
+        assert python("-m", "ragorder", "--version").stdout == invoke("--version").output == expected
 
 
 class TestHelpOfEveryCommand:
@@ -246,25 +311,32 @@ class TestHelpOfEveryCommand:
             wanted = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*\b", text)) - known - {"--help", *FOREIGN}
             assert wanted == set(), command
 
+
+class TestImports:
+    """A command loads what it needs."""
+
     @pytest.mark.parametrize(
-        ("path", "model", "names"),
+        ("arguments", "absent"),
         [
-            (("order",), Settings, ("capacity_tokens", "search", "keep_groups")),
-            (("serve",), Settings, ("capacity_tokens", "block_size", "keep_first")),
-            (("engine",), EngineSettings, ("device_tokens", "disk_path", "max_requests")),
-            (("serve",), ServerSettings, tuple(ServerSettings.model_fields)),
-            (("route",), ServerSettings, ("port", "workers", "grace_s")),
-            (("tiers", "config"), TierSettings, tuple(TierSettings.model_fields)),
-            (("bench",), Bench, ("order", "engine", "model", "block_size", "output_tokens", "max_wait")),
-            (("eval", "quality"), QuestionsSpec, ("data", "limit", "document_words", "retriever")),
-            (("eval", "quality"), AnswererSpec, ("engine", "base_url", "capacity_tokens", "concurrency")),
-            (("replay",), DefaultLengths, tuple(DefaultLengths.model_fields)),
+            (("--help",), ("ragorder.eval", "rich", "ragorder.adapters", "ragorder.kernels", *MISSING)),
+            (("order",), ("ragorder.eval", "rich", "ragorder.adapters", "ragorder.kernels", *MISSING)),
+            (("serve", "--help"), ("ragorder.eval", "rich", "numpy", "torch", "httpx2", "starlette")),
+            (("engine", "--help"), ("ragorder.eval", "rich", "numpy", "torch", "httpx2", "starlette")),
+            (("route", "--help"), ("ragorder.eval", "rich", "numpy", "torch", "httpx2", "ragorder.kernels")),
+            (("tiers", "config", "--host-bytes", "1GiB"), ("ragorder.eval", "numpy", "torch", "vllm")),
+            (("stats", "--help"), ("ragorder.eval", "numpy", "httpx2")),
+            (("doctor", "--help"), ("ragorder.eval", "numpy", "httpx2")),
         ],
-        ids=str,
+        ids=" ".join,
     )
-    def test_is_that_of_the_model(self, path: tuple[str, ...], model: type[Any], names: tuple[str, ...]) -> None:
-        said = " ".join(CliRunner().invoke(main, [*path, "--help"], terminal_width=80).output.split())
-        for name in names:
-            description = model.__pydantic_fields__[name].description
-            assert description is not None
-            assert in_options(description, model).removesuffix(".") in said
+    def test_no_more_than_it_needs(self, python: Any, arguments: tuple[str, ...], absent: tuple[str, ...]) -> None:
+        script = (
+            "import sys\nfrom ragorder.cli import main\n"
+            "main(prog_name='ragorder', standalone_mode=False)\n"
+            "print(*sys.modules, sep='\\n', file=sys.stderr)"
+        )
+        done = python("-c", script, *arguments, input=lines({"documents": ["a", "b"]}))
+        assert done.returncode == 0, done.stderr
+        loaded = done.stderr.splitlines()
+        assert "ragorder.cli.main" in loaded
+        assert [name for name in loaded if name.startswith(absent)] == []

@@ -6,9 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -109,38 +107,3 @@ class TestCases:
     def test_documents_of_vllms_chats_are_ordered(self) -> None:
         direct, proxied = shares(printed := run("vllm-documents-field"))
         assert proxied > 35 > 2 * direct and printed.endswith("{}\n")
-
-
-class TestShapes:
-    """shapes-without-closing-mark."""
-
-    @pytest.fixture(scope="class")
-    def shared(self) -> Iterator[Any]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.syspath_prepend(str(CASES))
-            import _run
-            import _shapes
-
-            with _run.engine() as url:
-                yield _run, _shapes, url
-
-    @pytest.mark.parametrize(
-        ("shape", "template"),
-        [
-            ("anthropic_docs", "anthropic-xml"),
-            ("anythingllm", "anythingllm"),
-            ("ragflow", "ragflow"),
-            ("dify", "<context>\n{text}\n{text}\n</context>"),
-            ("onyx", "onyx"),
-            ("jsondocs", "json"),
-        ],
-    )
-    def test_documents_are_cached(
-        self, shape: str, template: str, shared: Any, command: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        runs, shapes, url = shared
-        monkeypatch.setattr(runs, "RAGORDER", str(command))
-        with runs.proxy(url, "--template", template) as (address, error):
-            assert error is None
-            share, ordered = shapes.drive(address, url, getattr(shapes, shape))
-        assert share > 35 and ordered == 60

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -31,3 +34,22 @@ def run_command(
     assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
     assert "Traceback" not in done.output
     return done
+
+
+invoke = partial(run_command, main)
+
+
+def refusal(*arguments: Any, input: str | bytes | None = None) -> str:
+    """What is said of a command that fails."""
+    done = invoke(*arguments, input=input)
+    assert done.exit_code != 0, done.output
+    return done.stderr
+
+
+def lines(*values: Any) -> str:
+    """As JSON lines."""
+    return "".join(json.dumps(value) + "\n" for value in values)
+
+
+def read_lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
