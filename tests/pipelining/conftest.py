@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+@pytest.fixture(scope="module")
+def index() -> Any:
+    """The small index of servers."""
+    from support.workflow_server import small_index
+
+    return small_index()
+
+
+@pytest.fixture
+def search(index: Any) -> Iterator[Any]:
+    """A continuous search, one cluster a piece."""
+    from support.workflow_server import SMALL_PIECES
+
+    from ragorder.pipelining import ContinuousIVF
+    from ragorder.pipelining.search import Budget
+
+    with ContinuousIVF(index, cores=1, budget=Budget(SMALL_PIECES)) as search:
+        yield search
 
 
 @pytest.fixture(scope="module")

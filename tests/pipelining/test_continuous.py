@@ -161,15 +161,6 @@ class TestTheLastStageIsTheSearch(AsFaiss):
             else:
                 assert_same(handle.result(), index.search(query, k))
 
-    def test_of_many_threads(self, flat: Any, queries: Any) -> None:
-        with ContinuousIVF(flat, nprobe=12, cores=2, budget=Budget(1e-6)) as search:
-            with ThreadPoolExecutor(16) as pool:
-                found = list(pool.map(lambda query: last(search.search(query[None], 5)), queries))
-            assert search.in_flight == 0
-        expected = flat.search(queries, 5, params=params_of(12))
-        for row, stage in enumerate(found):
-            assert_same(stage, expected, row)
-
     def test_of_wrapped_indexes_with_the_callers_ids(self, queries: Any) -> None:
         ids = np.arange(N)[::-1] * 7 + 10**12
         index = build("IDMap2,PCA8,IVF24,Flat", IP, vectors(N, 0), ids=ids, nprobe=9)

@@ -36,11 +36,6 @@ from ragorder.pipelining.workflow import NodeQuestion
 
 
 @pytest.fixture(scope="module")
-def index() -> Any:
-    return small_index()
-
-
-@pytest.fixture(scope="module")
 def whole_index() -> Any:
     """Each search needs all clusters."""
     index = small_index()

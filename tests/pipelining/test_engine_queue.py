@@ -7,9 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.rings import examples
 from support.waiting import turns, until
 
 faiss = pytest.importorskip("faiss")
@@ -80,16 +77,6 @@ async def test_without_a_limit_predictions_or_a_window_the_oldest_is_next() -> N
     assert await order_of(questions) == questions
     assert await order_of(questions, PlainPrompts(), max_generations=1) == questions
     assert await order_of(questions, max_generations=1, window=0) == questions
-
-
-@settings(max_examples=examples(40))
-@given(st.lists(st.sampled_from(sorted(CACHED)), min_size=1, max_size=30), st.integers(1, 3), st.integers(0, 4))
-async def test_none_is_overtaken_by_more_than_the_window(names: list[str], limit: int, window: int) -> None:
-    questions = [f"{name} {number}" for number, name in enumerate(names)]
-    sent = await order_of(questions, max_generations=limit, window=window)
-    assert sorted(sent) == sorted(questions)
-    for place, question in enumerate(sent):
-        assert sum(int(other.split()[1]) > int(question.split()[1]) for other in sent[:place]) <= window
 
 
 async def test_the_next_choice_sees_what_the_last_one_has_sent() -> None:

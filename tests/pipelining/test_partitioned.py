@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from support.waiting import eventually
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from support.ivf import AsFaiss, D, assert_same, build, clustered, last, tied, write
+from support.ivf import AsFaiss, D, assert_same, build, clustered, last, write
 
 from ragorder.pipelining import PartitionedSearch, Stage
 
@@ -139,60 +138,7 @@ class TestPartitions:
             assert_same(last(passing), index.search(queries, 5))
 
 
-def fail_reads(search: PartitionedSearch, numbers: set[int], error: type[Exception]) -> list[int]:
-    """Fail the reads of these numbers; the list has all that were asked for."""
-    read, asked = file_of(search).read, list[int]()
-
-    def failing(partition: int) -> Any:
-        asked.append(partition)
-        if len(asked) in numbers:
-            raise error
-        return read(partition)
-
-    file_of(search).read = failing  # type: ignore[method-assign]
-    return asked
-
-
-def to_the_end(passing: Any, error: type[Exception]) -> tuple[list[Any], int]:
-    """The stages of a pass, which goes on after errors, and how many there were."""
-    stages, failures = list[Any](), 0
-    while not (stages and stages[-1].final):
-        try:
-            stages.append(next(passing))
-        except error:
-            failures += 1
-    return stages, failures
-
-
 class TestFailures:
-    @pytest.mark.parametrize("error", [OSError, MemoryError])
-    @pytest.mark.parametrize("read_ahead", [True, False])
-    def test_a_pass_goes_on_where_it_was(
-        self, path: Path, index: Any, queries: Any, error: type[Exception], read_ahead: bool
-    ) -> None:
-        for failing in range(1, 7):
-            with PartitionedSearch(path, 6, nprobe=24, read_ahead=read_ahead) as search:
-                asked = fail_reads(search, {failing}, error)
-                stages, failures = to_the_end(search.search(queries, 5), error)
-                assert failures == 1 and len(stages) == 6 and len(asked) == 7
-                assert_same(stages[-1], index.search(queries, 5, params=faiss.SearchParametersIVF(nprobe=24)))
-
-    def test_a_scan_that_fails_changes_nothing(self, path: Path, index: Any, queries: Any) -> None:
-        with PartitionedSearch(path, 6, resident=2, cores=1) as search:
-            part: Any = file_of(search).index
-            scan, calls = part.scan, itertools.count(1)
-
-            def scarce(*arguments: Any, **options: Any) -> Any:
-                if next(calls) % 3 == 0:
-                    raise MemoryError
-                return scan(*arguments, **options)
-
-            part.scan = scarce
-            for batch in (queries, tied(20, 1)):
-                stages, failures = to_the_end(search.search(batch, 5), MemoryError)
-                assert failures
-                assert_same(stages[-1], index.search(batch, 5))
-
     def test_a_file_that_is_cut_off_is_an_error_and_not_the_end(self, index: Any, queries: Any, tmp_path: Path) -> None:
         path, data = write_apart(index, tmp_path), tmp_path / "index.ivfdata"
         whole = data.read_bytes()

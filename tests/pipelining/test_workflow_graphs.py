@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import random
 from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
-from support.workflows import PlainPrompts, ScriptedEngine, chain, compiled, found_by_name, graphs
+from support.workflows import PlainPrompts, ScriptedEngine, chain, found_by_name, graphs
 
 from ragorder.pipelining.workflow import (
     END,
     START,
     CompiledGraph,
-    Generation,
     GraphError,
     NodeError,
     RAGraph,
-    Retrieval,
     State,
-    WorkflowError,
     WorkflowResult,
     hyde,
     interpret,
@@ -30,7 +24,7 @@ from ragorder.pipelining.workflow import (
     multistep,
     recomp,
 )
-from ragorder.pipelining.workflow.execution import answered, call_step, documents_of, found, query_of, question_of
+from ragorder.pipelining.workflow.execution import documents_of, question_of
 from ragorder.pipelining.workflow.join import Tokens
 
 QUESTION = "Which drawer holds the key?"
@@ -392,40 +386,6 @@ class TestJoins:
                 tokens.finish(run, {run.id: run.round})
         return [(run.id, run.round) for run in tokens.take()]
 
-    @pytest.mark.parametrize("slow", [False, True])
-    def test_a_loop_ends_before_what_follows_it_joins(self, slow: bool) -> None:
-        """However long the branch beside it takes."""
-        again = iter([True, True, False])
-        tokens = self.tokens(
-            (START, "kb"), (START, "refine"), ("kb", "answer"), ("answer", END),
-            ("refine", lambda state: "refine" if next(again) else "answer", "refine", "answer"),
-            max_rounds=3,
-        )  # fmt: skip
-        assert self.go(tokens) == [("kb", 0), ("refine", 0)]
-        if not slow:
-            assert self.go(tokens, "kb") == []
-        for round in (1, 2):
-            assert self.go(tokens, "refine") == [("refine", round)]
-        started = self.go(tokens, "refine")
-        if slow:
-            assert started == []
-            started = self.go(tokens, "kb")
-        assert started == [("answer", 0)]
-        assert self.go(tokens, "answer") == [] and tokens.done
-        assert (tokens.state["kb"], tokens.state["refine"]) == (0, 2)
-
-    def test_what_leaves_a_loop_in_each_round_arrives_once(self) -> None:
-        again = iter([True, False])
-        tokens = self.tokens(
-            (START, "a"), ("a", "log"), ("log", END), ("a", lambda state: "a" if next(again) else END, "a", END),
-            max_rounds=2,
-        )  # fmt: skip
-        assert self.go(tokens) == [("a", 0)]
-        assert self.go(tokens, "a") == [("a", 1)]
-        assert self.go(tokens, "a") == [("log", 0)]
-        assert self.go(tokens, "log") == [] and tokens.done
-        assert tokens.state["a"] == 1
-
     def test_a_loop_that_is_joined_beyond_its_head_begins_before_the_other_branch_ends(self) -> None:
         again = iter([True, False])
         tokens = self.tokens(
@@ -461,28 +421,6 @@ class TestJoins:
         assert tokens.state["note"] == "short"
 
 
-async def interleaved(graph: CompiledGraph, seed: int) -> WorkflowResult:
-    """As `interpret`, but whichever node of those that run ends first is drawn."""
-    engine, prompts, draw = ScriptedEngine(), PlainPrompts(), random.Random(seed)
-    tokens = Tokens(graph, graph.begin(QUESTION))
-    running: list[Any] = []
-    while running := running + tokens.take():
-        run = running.pop(draw.randrange(len(running)))
-        values = await values_of(run, engine, prompts)
-        tokens.finish(run, values)
-    assert tokens.done
-    return graph.result(tokens.state)
-
-
-async def values_of(run: Any, engine: ScriptedEngine, prompts: PlainPrompts) -> Any:
-    if isinstance(run.node, Generation):
-        asked = prompts.preview(question_of(run.node, run.state), documents_of(run.node, run.state))
-        return answered(run.node, engine.answer(asked), run.state)
-    if isinstance(run.node, Retrieval):
-        return found(run.node, await found_by_name(query_of(run.node, run.state), run.node.topk))
-    return await call_step(run.node, run.state)
-
-
 class TestRandomGraphs:
     """Loops, conditions and branches as they come."""
 
@@ -495,19 +433,6 @@ class TestRandomGraphs:
             return
         assert made.to_mermaid().startswith("flowchart TD\n")
         assert all(END in made.topology.later(id) for id in made.nodes)
-
-    @given(graphs(), st.integers(0, 2**32))
-    def test_no_order_of_ends_makes_a_difference(self, graph: RAGraph, seed: int) -> None:
-        if (made := compiled(graph)) is not None:
-            assert asyncio.run(outcome(run(made))) == asyncio.run(outcome(interleaved(made, seed)))
-
-
-async def outcome(running: Any) -> Any:
-    """A result's state; an error's type: which of two failures comes first may differ."""
-    try:
-        return sorted((await running).state.items())
-    except WorkflowError:
-        return "failed"
 
 
 def test_mermaid() -> None:
