@@ -50,14 +50,6 @@ class TestPolicies:
             expected = best_batch(min(waiting + running, 4 * most), law, sizes, soon)
             assert batcher.size(Backlog(waiting, running, soon)) == expected
 
-    def test_below_the_threshold_of_equation_8_the_largest_batch_and_above_it_the_smallest(self) -> None:
-        """Its two batches: c = log2(3/2)."""
-        threshold = math.log2(1.5)
-        for waiting in (2, 4, 8, 16, 32, 64):
-            for c, expected in ((threshold - 0.01, waiting), (threshold + 0.01, waiting // 2)):
-                batcher = BacklogAware(PowerLaw(1, c), sizes=[waiting // 2, waiting])
-                assert batcher.size(Backlog(waiting)) == expected
-
     def test_times_of_batches_are_learnt(self) -> None:
         batcher = BacklogAware(most=64)
         assert batcher.size(Backlog(64)) == 64

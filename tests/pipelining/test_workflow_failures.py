@@ -240,30 +240,6 @@ async def test_an_embedding_ahead_of_need_has_ended_with_its_request() -> None:
         assert embedding == 0
 
 
-async def test_an_engine_that_dies_ends_its_requests_with_an_error_and_the_next_ones_are_answered() -> None:
-    class Mortal(SlowEngine):
-        dead = False
-
-        async def stream(self, request: Asked, /) -> AsyncGenerator[AnswerChunk, None]:
-            async for chunk in super().stream(request):
-                if self.dead:
-                    raise ConnectionResetError("the engine's address")
-                yield chunk
-
-    index, engine, prompts, graph = small_index(), Mortal(pause_s=0.001), PlainPrompts(), irg(rounds=2).compile()
-    with ContinuousIVF(index, cores=1) as search:
-        async with eager_server(engine, search, prompts=prompts) as server:
-            runs = [asyncio.create_task(server.run(graph, f"question {number}")) for number in range(8)]
-            await until(lambda: len(engine.sent) >= 4)
-            engine.dead = True
-            for error in await asyncio.gather(*runs, return_exceptions=True):
-                assert isinstance(error, NodeError) and error.node == "answer"
-                assert "ConnectionResetError" in str(error) and "address" not in str(error)
-            engine.dead = False
-            assert (await server.run(graph, "why?")).text == (await interpreted(graph, index, "why?")).text
-            await settled(server, engine, search, prompts)
-
-
 class TestLimits:
     """`max_rounds` and deadlines end a request with the best answer so far, and nothing is left running."""
 
