@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sqlite3
-from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.commands import run_command
+from support.commands import run_command, write_lines
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -27,22 +26,17 @@ fuse = partial(run_command, main, "fuse", env={"COLUMNS": "120"})
 TEXTS = ["The cat sleeps.", "Interest rates were raised.", "A parser never looks back.", "Glaciers carve valleys."]
 
 
-def write(path: Path, lines: Sequence[Any]) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    return path
-
-
 def documents(count: int = 4) -> list[dict[str, str]]:
     return [{"id": f"d{number}", "text": text, "title": "t"} for number, text in enumerate(TEXTS[:count])]
 
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    return write(tmp_path / "corpus.jsonl", documents())
+    return write_lines(tmp_path / "corpus.jsonl", documents())
 
 
 def options_in(folder: Path, model_folder: Path) -> list[Any]:
-    graph = write(folder / "graph.jsonl", [{"id": f"d{n}", "neighbours": [f"d{n + 1}", "d0"]} for n in range(4)])
+    graph = write_lines(folder / "graph.jsonl", [{"id": f"d{n}", "neighbours": [f"d{n + 1}", "d0"]} for n in range(4)])
     return [
         *("--model", model_folder, "--out", folder / "kv", "--neighbours-by", f"graph:{graph}", "--neighbours", 2),
         *("--profile", "none", "--device-tokens", 2048, "--device", "cpu"),
@@ -57,7 +51,7 @@ def options(model_folder: Path, tmp_path: Path) -> list[Any]:
 @pytest.fixture(scope="module")
 def built_once(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("built")
-    done = fuse("build", write(folder / "corpus.jsonl", documents()), *options_in(folder, model_folder))
+    done = fuse("build", write_lines(folder / "corpus.jsonl", documents()), *options_in(folder, model_folder))
     assert done.exit_code == 0, done.output
     return folder / "kv"
 
@@ -94,7 +88,7 @@ def test_a_build_is_made_shown_extended_and_reduced(corpus: Path, options: list[
     assert "with KV on the disk" in run_command(main, "stats", kv).stdout
 
     changed = [documents()[1] | {"text": "Rates were lowered."}, {"id": "d4", "text": "New."}, documents()[2]]
-    done = fuse("add", kv, write(tmp_path / "more.jsonl", changed))
+    done = fuse("add", kv, write_lines(tmp_path / "more.jsonl", changed))
     assert done.exit_code == 0, done.output
     assert "2 of 3 documents are new or changed" in done.stderr
     assert "other neighbours now: --refresh recomputes them" in done.stderr
@@ -130,7 +124,7 @@ def test_a_build_is_gone_on_with_only_if_it_is_the_same(corpus: Path, options: l
     assert "has a build: go on with --resume" in refusal("build", corpus, *options)
     again = ["--resume", "--batch-documents", 1]
     assert "--system 'unset', not 'X'" in refusal("build", corpus, *options, *again, "--system", "X")
-    other = write(tmp_path / "other.jsonl", documents(3))
+    other = write_lines(tmp_path / "other.jsonl", documents(3))
     assert "is of other documents: use `ragorder fuse add`" in refusal("build", other, *options, *again)
     done = fuse("build", corpus, *options, *again)
     assert done.exit_code == 0 and "2 documents to compute" in done.stderr
@@ -155,13 +149,13 @@ def test_a_build_is_gone_on_with_only_if_it_is_the_same(corpus: Path, options: l
 def test_a_corpus_that_cannot_be_read_is_named(
     corpus: Path, options: list[Any], lines: list[Any], problem: str, tmp_path: Path
 ) -> None:
-    write(corpus, lines)
+    write_lines(corpus, lines)
     assert problem in refusal("build", corpus, *options)
     assert list((tmp_path / "kv").glob("chunks/??/*")) == []
 
 
 def test_a_corpus_is_checked_before_the_model_is_loaded(options: list[Any], built: Path, tmp_path: Path) -> None:
-    wrong, absent = write(tmp_path / "wrong.jsonl", [{"text": "x"}]), ["--model", tmp_path / "no-model"]
+    wrong, absent = write_lines(tmp_path / "wrong.jsonl", [{"text": "x"}]), ["--model", tmp_path / "no-model"]
     for command in (["build", wrong, *options], ["add", built, wrong]):
         assert 'wrong.jsonl:1: "id" is missing: add it' in refusal(*command, *absent)
 
@@ -222,7 +216,7 @@ class TestADamagedManifest:
     @pytest.mark.parametrize("statement", DAMAGE.values(), ids=DAMAGE)
     def test_is_refused_by_each_command_and_not_quoted(self, built: Path, tmp_path: Path, statement: str) -> None:
         self.damage(built, statement)
-        more = write(tmp_path / "more.jsonl", [{"id": "new", "text": "Some new words."}])
+        more = write_lines(tmp_path / "more.jsonl", [{"id": "new", "text": "Some new words."}])
         for command in (["stats", built], ["fuse", "remove", built, "d1"], ["fuse", "add", built, more]):
             done = run_command(main, *command)
             said = done.stderr
@@ -232,7 +226,7 @@ class TestADamagedManifest:
 
     def test_with_tokens_that_the_model_does_not_have_is_given_to_no_model(self, built: Path, tmp_path: Path) -> None:
         self.damage(built, "UPDATE documents SET tokens = x'FFFFFF7F00000000'")
-        more = write(tmp_path / "more.jsonl", [{"id": "new", "text": "Some new words."}])
+        more = write_lines(tmp_path / "more.jsonl", [{"id": "new", "text": "Some new words."}])
         assert "a document has tokens outside the model's vocabulary" in refusal("add", built, more)
 
 

@@ -13,19 +13,15 @@ import threading
 import time
 from collections import Counter, namedtuple
 from contextlib import suppress
-from functools import partial
 from itertools import chain, pairwise, takewhile
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import run_command
+from support.commands import invoke, read_lines, write_lines
 from support.inside import set_bounds
 
-from ragorder.cli import main
-
-invoke = partial(run_command, main)
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -42,12 +38,7 @@ REQUESTS = [request(number) for number in range(300)]
 
 @pytest.fixture
 def requests(tmp_path: Path) -> Path:
-    return written(tmp_path / "requests.jsonl", REQUESTS)
-
-
-def written(path: Path, requests: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(each) + "\n" for each in requests), "utf-8")
-    return path
+    return write_lines(tmp_path / "requests.jsonl", REQUESTS)
 
 
 def plan(source: Path, folder: Path, *options: str) -> str:
@@ -69,8 +60,7 @@ def manifest(folder: Path) -> Any:
 
 
 def shards(folder: Path) -> list[list[dict[str, Any]]]:
-    texts = [(folder / shard["file"]).read_text("utf-8") for shard in manifest(folder)["shards"]]
-    return [[json.loads(line) for line in text.splitlines()] for text in texts]
+    return [read_lines(folder / shard["file"]) for shard in manifest(folder)["shards"]]
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -131,7 +121,7 @@ class TestPlan:
 
     def test_tenants_share_nothing_and_stand_together(self, tmp_path: Path) -> None:
         named = [request(number, tenant=f"tenant-{number % 3}") for number in range(120)]
-        plan(written(tmp_path / "requests.jsonl", [*named, *REQUESTS[:40]]), tmp_path / "plan", "--shards", "2")
+        plan(write_lines(tmp_path / "requests.jsonl", [*named, *REQUESTS[:40]]), tmp_path / "plan", "--shards", "2")
         for shard in shards(tmp_path / "plan"):
             order = [row.get("tenant") for row in shard]
             assert len(set(order)) == 1 + sum(one != other for one, other in pairwise(order))
@@ -139,13 +129,13 @@ class TestPlan:
                 assert before.get("tenant") == row.get("tenant") or row["prefix_documents"] == 0
 
     def test_a_document_twice_is_there_twice(self, tmp_path: Path) -> None:
-        source = written(tmp_path / "requests.jsonl", [{"documents": list("aba")}, {"documents": list("baa")}])
+        source = write_lines(tmp_path / "requests.jsonl", [{"documents": list("aba")}, {"documents": list("baa")}])
         plan(source, tmp_path / "plan")
         assert [Counter(row["documents"]) for row in rows(tmp_path / "plan")] == [Counter("aab")] * 2
 
     @pytest.mark.parametrize("count", [1, 3])
     def test_nothing_in_is_nothing_out(self, tmp_path: Path, count: int) -> None:
-        plan(written(tmp_path / "requests.jsonl", []), tmp_path / "plan", "--shards", str(count))
+        plan(write_lines(tmp_path / "requests.jsonl", []), tmp_path / "plan", "--shards", str(count))
         assert shards(tmp_path / "plan") == [[]] * count
 
     def test_standard_input_is_read(self, tmp_path: Path) -> None:
@@ -164,7 +154,7 @@ class TestPlan:
 
 class TestRefusals:
     def test_a_bad_line_is_named_and_nothing_is_left(self, tmp_path: Path) -> None:
-        source = written(tmp_path / "requests.jsonl", [*REQUESTS[:3], {"documents": [{"text": "a"}]}])
+        source = write_lines(tmp_path / "requests.jsonl", [*REQUESTS[:3], {"documents": [{"text": "a"}]}])
         said = refusal(source, "--out", tmp_path / "plan")
         assert f'{source}:4: "documents[0].id" is missing: add it' in said
         assert "<stdin>:1: not JSON" in refusal("-", "--out", tmp_path / "plan", input="oops\n")
@@ -206,7 +196,7 @@ class TestRefusals:
             for each in REQUESTS
             for tokens in (1, 10_000)
         ]
-        source = written(tmp_path / "uneven.jsonl", uneven)
+        source = write_lines(tmp_path / "uneven.jsonl", uneven)
         said = refusal(source, "--out", tmp_path / "plan", "--shards", "4", "--memory", "256MiB")
         assert re.search(r"--shards 4 a shard of [\d,]+ documents does not fit into --memory 0.25GiB: give", said)
         plan(source, tmp_path / "plan", "--shards", "4", "--memory", "1GiB")

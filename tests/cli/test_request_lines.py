@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import json
 import random
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import run_command
+from support.commands import invoke, read_lines, write_lines
 
 from ragorder import Settings
-from ragorder.cli import main
 
 pytestmark = pytest.mark.merge
 
-invoke = partial(run_command, main)
 COMMANDS = ("replay", "order", "plan")
 CACHES = ("unlimited", "6000")
 
 
 def written(folder: Path, *lines: dict[str, Any]) -> Path:
-    path = folder / "lines.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    return path
+    return write_lines(folder / "lines.jsonl", lines)
 
 
 def log(folder: Path, *, objects: bool = False) -> Path:
@@ -60,7 +55,7 @@ def planned(path: Path, folder: Path, *options: str) -> list[dict[str, Any]]:
     done = run("plan", path, folder, *options)
     assert done.exit_code == 0, done.output
     shards = sorted((folder / "plan").glob("shard-*.jsonl"))
-    return [json.loads(line) for shard in shards for line in shard.read_text("utf-8").splitlines()]
+    return [line for shard in shards for line in read_lines(shard)]
 
 
 def replayed(path: Path, cache: str, *options: str) -> int:

@@ -13,7 +13,7 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
-from support.commands import run_command
+from support.commands import run_command, write_lines
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -94,8 +94,7 @@ def plain(documents: Sequence[str], question: str) -> list[dict[str, str]]:
 
 
 def log(path: Path, bodies: Sequence[list[dict[str, str]]]) -> Path:
-    path.write_text("".join(json.dumps({"model": "m", "messages": each}) + "\n" for each in bodies), "utf-8")
-    return path
+    return write_lines(path, ({"model": "m", "messages": each} for each in bodies))
 
 
 run = partial(run_command, main, "template")

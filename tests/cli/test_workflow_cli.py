@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import run_command
+from support.commands import run_command, write_lines
 
 from ragorder.cli import main
 
@@ -46,9 +46,7 @@ REQUESTS = [
 
 @pytest.fixture
 def traces(tmp_path: Path) -> Path:
-    path = tmp_path / "trace.jsonl"
-    path.write_text("".join(json.dumps(each) + "\n" for each in REQUESTS), "utf-8")
-    return path
+    return write_lines(tmp_path / "trace.jsonl", REQUESTS)
 
 
 def test_figures(traces: Path) -> None:

@@ -192,18 +192,14 @@ class TestOrders:
         assert ordering.documents == [] and set(ordering.breakpoints) <= {0}
         assert builder.build("?", ordering).anthropic()["messages"]
 
-    def test_a_preview_records_nothing(self) -> None:
-        orderer, _, _ = make()
-        serve(orderer, DOCUMENTS)
-        before = orderer.predict_cached_tokens(DOCUMENTS), orderer.tree_size
-        orderer.preview(DOCUMENTS[::-1])
-        assert (orderer.predict_cached_tokens(DOCUMENTS), orderer.tree_size) == before
-
-    def test_failed_requests_leave_nothing(self) -> None:
+    def test_failed_requests_and_previews_leave_nothing(self) -> None:
         orderer, _, _ = make()
         orderer.order(DOCUMENTS).discard()
         assert orderer.tree_size == 0
-        assert orderer.order(DOCUMENTS).cached_tokens == 0
+        assert serve(orderer, DOCUMENTS).cached_tokens == 0
+        before = orderer.predict_cached_tokens(DOCUMENTS), orderer.tree_size
+        orderer.preview(DOCUMENTS[::-1])
+        assert (orderer.predict_cached_tokens(DOCUMENTS), orderer.tree_size) == before
 
     def test_guards_hold(self) -> None:
         orderer, _, _ = make(keep_first=1)
@@ -244,27 +240,21 @@ READ_DETAILS = {"cached_tokens": 600, "cache_write_tokens": 300}
 
 
 class TestReports:
-    def test_cost_follows_from_the_tokens_found_and_written(self) -> None:
+    def test_cost_follows_from_the_tokens_found_and_written_and_is_in_the_outcome(self) -> None:
         orderer, _, _ = make()
         ordering = orderer.order(DOCUMENTS)
         assert ordering.cost is not None and not ordering.cost.reported
+        outcomes: list[RequestOutcome] = []
+        ordering.add_done_callback(outcomes.append)
         ordering.confirm(600, prompt_tokens=4000, written_tokens=2000)
         cost = ordering.cost
+        assert outcomes == [(True, 600, None, 4000)] and outcomes[0].cost == cost
         assert (cost.prompt_tokens, cost.cached_tokens, cost.written_tokens) == (4000, 600, 2000)
         assert cost.input_tokens == pytest.approx(60 + 2500 + 1400)
         assert cost.reported and cost.share == pytest.approx(3960 / 4000)
         assert (cost.price, cost.currency, cost.prices_date) == (5.0, "USD", "2026-11-23")
         assert cost.money == pytest.approx(3960 * 5 / 1e6)
         assert cost.saved_money == pytest.approx(40 * 5 / 1e6)
-
-    def test_an_outcome_has_four_numbers_and_the_cost(self) -> None:
-        orderer, _, _ = make()
-        ordering = orderer.order(DOCUMENTS)
-        outcomes: list[RequestOutcome] = []
-        ordering.add_done_callback(outcomes.append)
-        ordering.confirm(600, prompt_tokens=4000, written_tokens=2000)
-        assert outcomes == [(True, 600, None, 4000)]
-        assert outcomes[0].cost is not None and outcomes[0].cost == ordering.cost
 
     def test_a_second_report_is_ignored(self) -> None:
         orderer, _, _ = make()

@@ -73,10 +73,6 @@ class TestNoDocuments:
         with pytest.raises(TypeError, match=rf"Orderer\({named}=…\)"):
             Orderer(**options).order(["a", "b"])
 
-    def test_with_key_and_tokens_anything_is_a_document(self) -> None:
-        orderer = Orderer(key=str, tokens=lambda _: 5)
-        assert orderer.order(["a", "b"]).documents == ["a", "b"] and not orderer.degraded
-
     def test_one_bad_document_among_good_ones_falls_back(self) -> None:
         """It depends on the data, and the serving path does not raise for data."""
         with pytest.warns(DegradedWarning):

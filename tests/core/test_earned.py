@@ -155,11 +155,6 @@ class TestWaiting:
             ordering.confirm()
         return found
 
-    def test_waiting_requests_move_documents_from_the_first_one_on(self) -> None:
-        asked, coming = [Document(name, tokens=100) for name in "abc"], [Document(name, tokens=100) for name in "cde"]
-        ordering = make().order(asked, waiting=[coming])
-        assert [document.id for document in ordering.documents] == ["c", "a", "b"]
-
     def test_their_gains_are_those_of_free_moves(self) -> None:
         stream = skewed(requests=length(300, 150))
         assert self.ahead("earned", stream) > 0.97 * self.ahead("free", stream)
@@ -191,18 +186,6 @@ class TestAScope:
             ordering = orderer.order(request)
             assert shown == ordering.documents
             ordering.confirm()
-
-    @pytest.mark.parametrize("end", ["discard", "forget"])
-    def test_does_not_depend_on_how_requests_end(self, end: str) -> None:
-        """Failed requests earn nothing: what pays is measured on the requests that came."""
-        orderer, kept = make(), []
-        for request in skewed(requests=300):
-            ordering = orderer.order(request)
-            if end == "discard":
-                ordering.discard()
-            kept.append(ordering)
-        assert orderer.fallbacks == 0
-        serve_by(orderer, skewed(requests=300, seed=1))
 
     def test_learns_from_requests_that_others_had_served(self) -> None:
         ours, told = make(), make()

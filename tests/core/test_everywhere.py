@@ -12,8 +12,6 @@ from support.rings import length
 from support.serve_process import SERVE, ServeProcess, launching
 
 from ragorder import Document, Orderer, PromptBuilder
-from ragorder.adapters.observing.observed import ObservedOrderer
-from ragorder.adapters.observing.prometheus import Metrics
 
 pytestmark = pytest.mark.vllm
 
@@ -353,25 +351,3 @@ def test_the_proxy_in_shadow_mode(
 
 def proxy_options(server: Any, model: Path) -> tuple[str, ...]:
     return "--port", "0", "--upstream", server.base_url, "--tokenizer", str(model)
-
-
-@pytest.mark.slow
-def test_the_metrics_say_what_the_server_reported(
-    vllm_server: Any, builder: PromptBuilder, orderer: Orderer, requests: list[Request]
-) -> None:
-    import openai
-
-    from ragorder.adapters.observing.stats import Stats
-    from ragorder.adapters.openai import OrderedClient
-
-    metrics = Metrics()
-    with openai.OpenAI(base_url=f"{vllm_server.base_url}/v1", api_key="none") as client:
-        observed = ObservedOrderer(orderer, [metrics])
-        asking = OrderedClient(client, model=vllm_server.model_name, orderer=observed, builder=builder)
-        answers = [asking.generate(question, documents, max_tokens=1) for question, documents in requests]
-    stats = Stats.of(metrics.registry.collect())
-    assert (stats.served, stats.reports) == (REQUESTS, REQUESTS)
-    assert stats.prompt_tokens == sum(answer.prompt_tokens or 0 for answer in answers)
-    assert stats.cached_tokens == sum(answer.cached_tokens or 0 for answer in answers)
-    assert stats.other_cached_tokens is not None
-    assert stats.cached_tokens > 1.5 * stats.other_cached_tokens

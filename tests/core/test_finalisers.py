@@ -82,18 +82,6 @@ def sample(rng: random.Random) -> list[Document]:
 
 @pytest.mark.usefixtures("by_hand")
 class TestTheOrderer:
-    def test_a_finaliser_that_finishes_within_an_order_does_not_hang(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        orderer = Orderer(strict=True)
-        orderer.order(DOCUMENTS[:3]).confirm()
-        tree = scopes_of(orderer)[None].tree
-        found = collect_within(monkeypatch, tree, "insert")
-        dropped = orderer.order(DOCUMENTS[3:6])
-        lease = lease_of(dropped)
-        DiscardedWhenDropped(dropped)
-        del dropped
-        ends(lambda: orderer.order(DOCUMENTS[:3]))
-        assert sum(found) and not lease.open, "finished as soon as the order was done"
-
     @pytest.mark.parametrize(
         "call", ["order", "preview", "predict_cached_tokens", "holds_prefix", "order_batch", "tree_size"]
     )

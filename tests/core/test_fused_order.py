@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -57,13 +58,14 @@ def ids(ordering: Ordering[Document]) -> str:
     return " ".join(document.id for document in ordering.documents)
 
 
-@given(REQUESTS, st.sampled_from(["any", "first", "last"]))
-def test_what_is_reused_is_what_the_engine_reuses(requests: list[list[int]], best: str) -> None:
-    orderer, engine = fusing(best=best), FusingEngine()
+@given(REQUESTS, st.sampled_from([{}, {"best": "first"}, {"best": "last"}, {"keep_first": 1}]))
+def test_what_is_reused_is_what_the_engine_reuses(requests: list[list[int]], options: dict[str, Any]) -> None:
+    orderer, engine = fusing(**options), FusingEngine()
     for numbers in requests:
         documents = [DOCUMENTS[number] for number in numbers]
         ordering = orderer.order(documents)
         assert sorted(ordering.permutation) == list(range(len(documents)))
+        assert ordering.permutation[0] == 0 or "keep_first" not in options
         assert ordering.reuse == engine.serve(ordering.documents, ordering.exact_documents)
         assert ordering.prefix_documents == ordering.reuse.count("exact")
         assert ordering.documents_end == 64 * len(documents)
@@ -205,14 +207,6 @@ def test_an_exact_engine_fuses_nothing() -> None:
     ordering = orderer.order([DOCUMENTS[2], DOCUMENTS[9], DOCUMENTS[0]])
     assert ordering.fused == ()
     assert ordering.reuse == ["exact", "computed", "computed"]
-
-
-def test_guards_hold_in_fused_requests() -> None:
-    orderer = fusing(keep_first=1)
-    orderer.order(DOCUMENTS[:4]).confirm()
-    ordering = orderer.order([DOCUMENTS[number] for number in (3, 9, 0)])
-    assert ordering.documents[0] is DOCUMENTS[3]
-    assert ordering.reuse == ["fused", "computed", "fused"] or ordering.reuse == ["fused", "fused", "computed"]
 
 
 class OnDisk:

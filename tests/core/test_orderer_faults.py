@@ -305,16 +305,13 @@ class TestWrongTokenCounts:
             assert outcomes == [RequestOutcome(True)]
             assert ordering.cost == other.cost
             check(told)
+        ordering, reported = told.order(documents[:3]), list[RequestOutcome]()
+        ordering.add_done_callback(reported.append)
+        ordering.confirm(float("nan"), 400.0, prompt_tokens=390)
+        assert reported == [RequestOutcome(True, None, 400, 390)], "what is right beside them counts"
         assert told.fallbacks == 0 and not told.degraded
         root = scopes_of(told)[None].tree.root
         assert root.leases == 0, "each request has ended"
-
-    def test_leave_what_is_reported_with_them(self, kind: str) -> None:
-        ordering = EVERY_KIND[kind]().order(DOCUMENTS[:3])
-        outcomes: list[RequestOutcome] = []
-        ordering.add_done_callback(outcomes.append)
-        ordering.confirm(float("nan"), 400.0, prompt_tokens=390)
-        assert outcomes == [RequestOutcome(True, None, 400, 390)]
 
 
 def test_a_wrong_token_count_is_logged_once_without_its_content(python: Any) -> None:

@@ -94,13 +94,6 @@ class TestMessages:
         assert turn.repeated == [D, B]
         assert [message["role"] for message in turn.messages] == ["system", *["user", "assistant"] * 3, "user"]
 
-    def test_never_without_being_allowed(self) -> None:
-        chat = talked()
-        chat.lose(C, D, A)
-        turn = chat.turn(D, rebase=False)
-        assert not turn.rebased
-        assert turn.messages[:-1] == chat.messages
-
     def test_never_while_the_engine_holds_the_conversation(self) -> None:
         chat = talked()
         chat.lose(C, D, A)
@@ -121,10 +114,13 @@ class TestMessages:
         other.lose(C, D, A)
         assert not other.turn(D).rebased
 
-    def test_never_where_it_computes_no_less(self) -> None:
+    @pytest.mark.parametrize(
+        ("held", "rebase"), [((C, D, A), False), ((), True)], ids=["not allowed", "nothing to gain"]
+    )
+    def test_never_without_being_allowed_nor_where_it_computes_no_less(self, held: Any, rebase: bool) -> None:
         chat = talked()
-        chat.lose()
-        turn = chat.turn(D)
+        chat.lose(*held)
+        turn = chat.turn(D, rebase=rebase)
         assert not turn.rebased
         assert turn.messages[:-1] == chat.messages
 

@@ -16,6 +16,7 @@ from ragorder.trie.registry import Registry
 from ragorder.trie.search import SearchName, searches
 from ragorder.trie.tail import TailName, tails
 
+
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:

@@ -127,8 +127,10 @@ class TestOrders:
             assert "".join(document.id for document in ordering.documents).startswith(expected)
             assert (ordering.disk_tokens == 0) == (prices is not None)
 
-    @given(st.lists(st.lists(st.integers(0, 9), max_size=6), max_size=12))
-    def test_documents_are_a_permutation(self, profile: Path, requests: list[list[int]]) -> None:
+    @given(st.lists(st.lists(st.integers(0, 9), max_size=6), max_size=12), st.integers(0, 1))
+    def test_documents_are_a_permutation_within_the_guards(
+        self, profile: Path, requests: list[list[int]], kept: int
+    ) -> None:
         orderer = Orderer(
             key=lambda document: document,
             tokens=lambda document: 7 * document,
@@ -137,26 +139,19 @@ class TestOrders:
             disk_tokens=192,
             block_size=4,
             suffix_tokens=3,
+            keep_first=kept,
             profile=profile,
             strict=True,
         )
         for number, documents in enumerate(requests):
             ordering = orderer.order(documents, scope=str(number % 2))
             assert sorted(ordering.documents) == sorted(documents)
+            assert ordering.documents[:kept] == documents[:kept]
             assert ordering.host_tokens + ordering.disk_tokens <= ordering.cached_tokens
             if number % 3:
                 ordering.confirm()
             else:
                 ordering.discard()
-
-    def test_guards_hold(self, profile: Path) -> None:
-        orderer = Orderer(
-            capacity_tokens=40, host_tokens=400, block_size=1, suffix_tokens=0, keep_first=1, profile=profile
-        )
-        a, b, c = (Document(name, text=name, tokens=30) for name in "abc")
-        for documents in ([b, a], [c]):
-            orderer.order(documents).confirm()
-        assert orderer.order([a, b, c]).documents[0] is a
 
 
 class TestBatches:

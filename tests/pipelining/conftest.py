@@ -17,6 +17,16 @@ def index() -> Any:
     return small_index()
 
 
+@pytest.fixture(scope="module")
+def whole_index() -> Any:
+    """Each search needs all clusters."""
+    from support.workflow_server import small_index
+
+    index = small_index()
+    index.nprobe = 10
+    return index
+
+
 @pytest.fixture
 def search(index: Any) -> Iterator[Any]:
     """A continuous search, one cluster a piece."""

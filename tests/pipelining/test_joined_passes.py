@@ -6,7 +6,7 @@ import asyncio
 import gc
 import shutil
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -21,26 +21,23 @@ from support.rings import examples
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
+from support.decoupled import expected, picky
 from support.ivf import IP, L2, assert_same, last, tied_index, write
 from support.waiting import until
-from support.workflow_server import SlowEngine, answer_of, asking, document, embed, question, small_index
+from support.workflow_server import SlowEngine, asking, document, embed, question
 from support.workflows import PlainPrompts
 
 from ragorder.pipelining import PartitionedSearch
 from ragorder.pipelining.batching import AllWaiting, DecoupledServer, PartitionedRetrieval
 from ragorder.pipelining.batching.pass_rows import PassRows
 from ragorder.pipelining.batching.requests import BatchedRequest
-from ragorder.pipelining.workflow import NodeQuestion
 
-PARTITIONS, CLUSTERS = 5, 10
+PARTITIONS = 5
 
 
 @pytest.fixture(scope="module")
-def index() -> Any:
-    """Each search needs all clusters."""
-    index = small_index()
-    index.nprobe = CLUSTERS
-    return index
+def index(whole_index: Any) -> Any:
+    return whole_index
 
 
 @pytest.fixture
@@ -217,12 +214,6 @@ class Gate:
         await until(lambda: tuple(self.asked) == asked, 0.001)
 
 
-def picky(questions: Sequence[NodeQuestion]) -> Any:
-    if any("13" in each.text for each in questions):
-        raise ValueError("not a number")
-    return embed(questions)
-
-
 @asynccontextmanager
 async def gated_server(path: Path, **options: Any) -> AsyncIterator[tuple[DecoupledServer[Any, Any, Any], Gate]]:
     with PartitionedSearch(path, PARTITIONS, cores=1, read_ahead=False) as search:
@@ -248,10 +239,6 @@ async def join_a_pass(server: DecoupledServer[Any, Any, Any], gate: Gate, *numbe
     await waiting(server, len(numbers))
     gate.let_through(100)
     return runs
-
-
-def expected(index: Any, *numbers: int) -> list[str]:
-    return [answer_of(index, question(number))[1] for number in numbers]
 
 
 class TestServer:

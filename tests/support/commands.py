@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,3 +53,8 @@ def lines(*values: Any) -> str:
 
 def read_lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def write_lines(path: Path, values: Iterable[Any]) -> Path:
+    path.write_text(lines(*values), "utf-8")
+    return path

@@ -16,11 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ragorder.benchmarks.common.vectors import clustered as around_centres
-from ragorder.pipelining import Stage
+from ragorder.pipelining import ContinuousIVF, Stage
+from ragorder.pipelining.search import Budget
 from support.rings import examples, grid
 
 D = 16
 L2, IP = faiss.METRIC_L2, faiss.METRIC_INNER_PRODUCT
+SMALL_PIECES = 1e-12
+"""An overhead of a piece, in seconds, at which every piece is one cluster."""
 METRICS = {"L2": L2, "inner product": IP}
 FLAVOURS = [
     *("IVF24,Flat", "IVF24,PQ4x4", "IVF24,SQ8", "IVF24,SQfp16", "IVF24,RaBitQ", "IVF24_HNSW8,Flat", "PCA8,IVF24,Flat"),
@@ -94,6 +97,26 @@ def assert_same(found: Stage, searched: tuple[Any, Any], row: int | None = None)
     distances, ids = searched if row is None else (array[row : row + 1] for array in searched)
     np.testing.assert_array_equal(found.distances, distances)
     np.testing.assert_array_equal(found.ids, ids)
+
+
+def undriven(index: Any, nprobe: int | None = None, cores: int = 1, **options: Any) -> ContinuousIVF:
+    """A search whose every piece is one cluster, scanned when it is told to or waited for."""
+    settings: dict[str, Any] = {"budget": Budget(SMALL_PIECES), "thread": False} | options
+    return ContinuousIVF(index, nprobe=nprobe, cores=cores, **settings)
+
+
+def advance(search: ContinuousIVF, pieces: int) -> None:
+    for _ in range(pieces):
+        search.advance()
+
+
+def advance_all(search: ContinuousIVF) -> int:
+    """How many pieces were left."""
+    return sum(1 for _ in iter(search.advance, False))
+
+
+def params_of(nprobe: int, **selector: Any) -> Any:
+    return faiss.SearchParametersIVF(nprobe=nprobe, **selector)
 
 
 class AsFaiss(ABC):
