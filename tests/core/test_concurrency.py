@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from support.inside import scopes_of
+from support.orders import check_sound
 from support.rings import length
 from support.waiting import counted_lines
 
@@ -112,24 +112,7 @@ class Load:
         for given, ordering in self.results:
             assert sorted(map(id, ordering.documents)) == sorted(map(id, given))
             assert [given[rank] for rank in ordering.permutation] == ordering.documents
-        pool = scopes_of(self.orderer).pool
-        doomed = getattr(pool, "doomed", {})
-        for scope in scopes_of(self.orderer).values():
-            mirror, nodes = scope.mirror, list(scope.tree.walk())
-            assert scope.tree.size == len(nodes) - 1
-            for node in nodes:
-                assert 0 <= node.missing <= node.blocks
-                assert node.leases >= 0
-                assert not (node.missing and any(child not in doomed for child in (node.children or {}).values()))
-                if node.parent is not None:
-                    assert node.parent.children is not None
-                    assert node.parent.children[node.key] is node
-            in_flight = [lease for holder, lease in pool.in_flight if holder is mirror and lease.open]
-            assert scope.tree.root.leases == len(in_flight)
-            held = sum(node.blocks - node.missing for node in nodes)
-            held += sum(use.suffix_blocks for use in pool.log if use.holder is mirror)
-            held += sum(lease.suffix_blocks + lease.partial_blocks for lease in in_flight)
-            assert mirror.used_blocks == held <= pool.capacity_blocks
+        check_sound(self.orderer)
         assert self.orderer.fallbacks == 0
 
 

@@ -25,6 +25,7 @@ CALLS: dict[str, Callable[[Any, list[Any]], object]] = {
     "preview": lambda orderer, given: orderer.preview(given),
     "predict": lambda orderer, given: orderer.predict_cached_tokens(given),
     "order_batch": lambda orderer, given: orderer.order_batch([DOCUMENTS, given]),
+    "topic": lambda orderer, given: orderer.topic(given),
 }
 
 

@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import lzma
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -53,11 +52,6 @@ def refused(value: Any) -> str:
 
 
 class TestLines:
-    def test_have_their_numbers_and_models(self) -> None:
-        first, second = read(b"\n" + GOOD + b"\r\n  \n" + GOOD)
-        assert (first[0], second[0]) == (2, 4)
-        assert first[1] == Order(id=1, parts=["a", Part(name="b", size=3)])
-
     @pytest.mark.parametrize("pack", [bytes, gzip.compress, lzma.compress])
     def test_come_from_paths_and_open_files_plain_or_packed(
         self, tmp_path: Path, pack: Callable[[bytes], bytes]
@@ -72,14 +66,6 @@ class TestLines:
             assert lines.name == str(path)
             assert len(list(lines)) == 1
             assert not file.closed
-
-    def test_of_a_pipe_come_as_they_are_written(self) -> None:
-        reading, writing = os.pipe()
-        with open(reading, "rb", buffering=0) as source, open(writing, "wb", buffering=0) as target:
-            lines = JSONLines(source).read(Order)
-            for _ in range(3):
-                target.write(GOOD + b"\n")
-                assert next(lines)[1].id == 1
 
     def test_announce_how_far_they_are_read(self, tmp_path: Path) -> None:
         path = tmp_path / "orders"

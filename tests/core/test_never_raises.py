@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from support.inside import scopes_of
 from support.orders import (
+    check_idle,
     check_permutation,
-    check_tree,
+    check_sound,
     documents,
     ids,
     serve,
@@ -83,7 +84,7 @@ class TestNeverRaises:
                 )
         orderer = Orderer(capacity_tokens=2_000, **options)
         serve(orderer, "abc", "azb", "zab", "abc")
-        check_tree(orderer)
+        check_idle(orderer)
         assert serve(orderer, "cba" if "keep_groups" not in options else "abc") == "abc"
         assert orderer.order(documents("abc")).cached_tokens == 96
         assert orderer.fallbacks == 2
@@ -100,7 +101,7 @@ class TestNeverRaises:
         retrieved = documents("ba")
         check_permutation(orderer.order(retrieved, lengths=Lengths(suffix=suffix_tokens)), retrieved)
         serve(orderer, "ab", "abc", "xyz")
-        check_tree(orderer, idle=False)
+        check_sound(orderer)
 
     def test_logged_once_and_without_a_word_of_the_documents(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.DEBUG)
@@ -120,4 +121,4 @@ class TestNeverRaises:
         assert orderer.order(documents("cba")).fallback
         monkeypatch.undo()
         assert orderer.order(documents("cba")).cached_tokens == 0
-        check_tree(orderer, idle=False)
+        check_sound(orderer)

@@ -16,8 +16,8 @@ from support.orders import (
     OPTIONS,
     SEARCHES,
     STREAMS,
+    check_idle,
     check_permutation,
-    check_tree,
     documents,
     ids,
     serve,
@@ -133,7 +133,7 @@ class TestBatch:
                 assert list(ordering.permutation[: options["keep_first"]]) == list(range(options["keep_first"]))
             ordering.confirm()
         if earlier or stream:
-            check_tree(orderer)
+            check_idle(orderer)
 
     @given(STREAMS, st.integers(0, 3))
     def test_guards_hold_in_a_batch(self, stream: list[list[str]], limit: int) -> None:
@@ -219,7 +219,7 @@ class TestBatch:
             assert (one.permutation, one.cached_tokens) == (two.permutation, two.cached_tokens)
             one.confirm()
             two.confirm()
-        check_tree(planned)
+        check_idle(planned)
 
     def test_a_negative_wait_is_an_error_of_the_caller(self) -> None:
         with pytest.raises(ValueError, match="max_wait"):

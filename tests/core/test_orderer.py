@@ -16,8 +16,9 @@ from support.orders import (
     REQUESTS,
     SEARCHES,
     STREAMS,
+    check_idle,
     check_permutation,
-    check_tree,
+    check_sound,
     documents,
     ids,
     serve,
@@ -50,7 +51,7 @@ class TestPermutation:
             elif end == "discard":
                 ordering.discard()
         if stream:
-            check_tree(orderer, idle=False)
+            check_sound(orderer)
 
     @given(st.lists(st.lists(st.sampled_from(["a", ("a", 1), ("a", 2), (("a", 1), 1)]), max_size=6), max_size=6))
     @example([["a", "a", ("a", 2), ("a", 1)]] * 2)
@@ -103,7 +104,7 @@ class TestOrdering:
         ordering = orderer.order(documents("abd"))
         for end in ends:
             ordering.confirm() if end == "c" else ordering.discard()
-            check_tree(orderer)
+            check_idle(orderer)
         held = orderer.order(documents("abd")).cached_tokens
         assert held == (96 if ends[0] == "c" else 64)
 
@@ -115,7 +116,7 @@ class TestOrdering:
         for _ in range(1_200):
             orderer.order(documents(rng.sample("defghijklmnop", 5))).confirm()
         late.confirm(32) if served else late.discard()
-        check_tree(orderer)
+        check_idle(orderer)
 
     def test_a_report_of_the_engine_corrects_what_is_predicted(self) -> None:
         orderer = strict()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from support.inside import deferred_in, lock_of, scopes_of
+from support.orders import check_sound
 from support.rings import length
 
 from ragorder import DegradedWarning, Document, Orderer
@@ -30,24 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::ragorder.DegradedWarning")
 
 
 def check(orderer: Orderer) -> None:
-    """Trees, counts and leases of all scopes add up, and the lock is free."""
-    scopes, pool = scopes_of(orderer), scopes_of(orderer).pool
-    whole = [scope for scope in scopes.values() if scope.whole]
-    for scope in whole:
-        mirror, nodes = scope.mirror, list(scope.tree.walk())
-        assert scope.tree.size == len(nodes) - 1 == mirror.counted_nodes
-        in_flight = [lease for holder, lease in pool.in_flight if holder is mirror and lease.open]
-        assert scope.tree.root.leases == len(in_flight)
-        assert all(node.leases >= 0 and 0 <= node.missing <= node.blocks for node in nodes)
-        suffixes = sum(use.suffix_blocks for use in pool.log if use.holder is mirror)
-        suffixes += sum(lease.suffix_blocks + lease.partial_blocks for lease in in_flight)
-        held = sum(node.blocks - node.missing for node in nodes)
-        assert mirror.used_blocks == held + suffixes == mirror.counted_blocks
-    if len(whole) == len(scopes):
-        assert pool.nodes == sum(scope.mirror.counted_nodes for scope in whole)
-        others = sum(use.suffix_blocks for use in pool.log if use.holder is None)
-        assert pool.used_blocks == sum(scope.mirror.counted_blocks for scope in whole) + others
-        assert set(pool.holders) == {scope.mirror for scope in whole}
+    """It is sound, and the lock is free."""
+    check_sound(orderer)
     free = threading.Thread(target=lambda: orderer.tree_size, daemon=True)
     free.start()
     free.join(PATIENCE_S)

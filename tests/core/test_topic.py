@@ -153,10 +153,6 @@ class TestOfAnOrderer:
         orderer = Orderer(key=str.upper, tokens=len, topics=Topics(SECRET), strict=True)
         assert orderer.topic(["a", "b"]) == Topics(SECRET).of(["A", "B"])
 
-    def test_refuses_what_are_no_documents(self) -> None:
-        with pytest.raises(TypeError, match="Document"):
-            Orderer().topic([object()])
-
     def test_an_error_inside_is_counted_and_gives_none(self) -> None:
         class Unprintable:
             def __repr__(self) -> str:

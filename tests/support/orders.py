@@ -70,15 +70,32 @@ def check_permutation(ordering: Ordering[Any], retrieved: Sequence[Any]) -> None
     assert ordering.guard_cost_tokens >= 0
 
 
-def check_tree(orderer: Orderer, scope: object = None, *, idle: bool = True) -> None:
-    residency = scopes_of(orderer)[scope].mirror
-    tree = residency.tree
-    nodes = list(tree.walk())
-    assert tree.size == len(nodes) - 1
-    for node in nodes:
-        assert 0 <= node.missing <= node.blocks
-        assert not (node.missing and node.children)
-        assert node.leases >= 0
-        assert not (idle and node.leases)
-    held = sum(node.blocks - node.missing for node in nodes)
-    assert held <= residency.used_blocks <= residency.pool.capacity_blocks
+def check_sound(orderer: Orderer) -> None:
+    """Trees, counts and leases of all scopes add up."""
+    scopes, pool = scopes_of(orderer), scopes_of(orderer).pool
+    doomed = getattr(pool, "doomed", {})
+    whole = [scope for scope in scopes.values() if scope.whole]
+    for scope in whole:
+        mirror, nodes = scope.mirror, list(scope.tree.walk())
+        assert scope.tree.size == len(nodes) - 1 == mirror.counted_nodes
+        for node in nodes:
+            assert node.leases >= 0 and 0 <= node.missing <= node.blocks
+            assert not (node.missing and any(child not in doomed for child in (node.children or {}).values()))
+            assert node.parent is None or (node.parent.children or {})[node.key] is node
+        in_flight = [lease for holder, lease in pool.in_flight if holder is mirror and lease.open]
+        assert scope.tree.root.leases == len(in_flight)
+        held = sum(node.blocks - node.missing for node in nodes)
+        held += sum(use.suffix_blocks for use in pool.log if use.holder is mirror)
+        held += sum(lease.suffix_blocks + lease.partial_blocks for lease in in_flight)
+        assert mirror.used_blocks == held == mirror.counted_blocks <= pool.capacity_blocks
+    if len(whole) == len(scopes):
+        assert pool.nodes == sum(scope.mirror.counted_nodes for scope in whole)
+        others = sum(use.suffix_blocks for use in pool.log if use.holder is None)
+        assert pool.used_blocks == sum(scope.mirror.counted_blocks for scope in whole) + others
+        assert set(pool.holders) == {scope.mirror for scope in whole}
+
+
+def check_idle(orderer: Orderer) -> None:
+    """Sound, and no request is in flight."""
+    check_sound(orderer)
+    assert all(not node.leases for scope in scopes_of(orderer).values() for node in scope.tree.walk())
