@@ -114,9 +114,3 @@ class TestWords:
         assert "predicted: requests whose cached tokens the policy predicted to within one block" in said
         assert "ragorder (earned): the default" in said and "prefix: the longest cached prefix" in said
         assert "oracle" not in said, "of what is not in the table nothing is said"
-
-    def test_help_says_what_a_corpus_is_and_what_the_columns_are(self) -> None:
-        said = " ".join(invoke("bench", "--help").output.split())
-        for word in ("documents.jsonl", "questions.jsonl", "run_NAME.jsonl", "docs/corpora.md"):
-            assert word in said
-        assert '"moved"' in said and '"predicted"' in said

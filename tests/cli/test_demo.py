@@ -152,7 +152,7 @@ class TestDemo:
             *("░░ 3 c", "░░ question", "", "400 of 600 cached, 20 ms"),
         ]
 
-    def test_times_have_a_mean_and_a_spread_lines(self, told: Callable[..., list[str]]) -> None:
+    def test_times_have_a_mean_and_a_spread(self, told: Callable[..., list[str]]) -> None:
         said = " ".join("\n".join(told([GAINS, SAME, SAME, GAINS], slowdowns=[1.0, 1.1, 1.2, 1.4, 3.0])).split())
         assert "first token after, mean │ 40 ms │ 26 ms" in said
         assert "median [quartiles] │ 40 [30, 50] ms │ 26 [20, 31] ms" in said

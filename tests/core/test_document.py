@@ -60,9 +60,6 @@ class TestValidation:
         with pytest.raises(error, match=rf"Document\.{said}"):
             Document(**{"id": "a", "text": "text"} | wrong)
 
-    def test_zero_tokens_are_allowed(self) -> None:
-        assert Document("a", "text", 0).token_count == 0
-
 
 class TestFrozen:
     @pytest.mark.parametrize("field", ["id", "text", "tokens", "score", "metadata", "key", "token_count"])

@@ -89,6 +89,11 @@ class TestNeverRaises:
         assert orderer.order(documents("abc")).cached_tokens == 96
         assert orderer.fallbacks == 2
 
+    def test_previews_and_questions_about_the_prefix(self) -> None:
+        orderer = Orderer(key=lambda document: [], prefix_tokens=40)
+        assert orderer.preview(["a", "b"]) == ["a", "b"] and orderer.fallbacks == 1
+        assert orderer.holds_prefix(scope=[]) and orderer.fallbacks == 2  # type: ignore[arg-type]
+
     @pytest.mark.parametrize("waiting", [[["not a document"]], [3], [None]], ids=str)
     def test_waiting_requests_that_are_no_requests(self, waiting: Any) -> None:
         orderer = Orderer()

@@ -200,8 +200,9 @@ class TestPreview:
             for _ in range(count):
                 other = data.draw(REQUESTS)
                 assert sorted(each.id for each in previewed.preview(documents(other))) == sorted(other)
-            predicted = "".join(each.id for each in previewed.preview(documents(request)))
-            expected, ordering = plain.order(documents(request)), previewed.order(documents(request))
+            waiting = [documents(each) for each in data.draw(st.lists(REQUESTS, max_size=2))]
+            predicted = "".join(each.id for each in previewed.preview(documents(request), waiting=waiting))
+            expected, ordering = (each.order(documents(request), waiting=waiting) for each in (plain, previewed))
             assert predicted == ids(ordering) == ids(expected)
             assert ordering.cached_tokens == expected.cached_tokens
             if data.draw(st.booleans()):
@@ -216,19 +217,10 @@ class TestPreview:
         orderer.order(documents("ab"), scope="new", lengths=Lengths(prefix=160)).confirm()
         assert orderer.order(documents("ab"), scope="new").cached_tokens == 160 + 64
 
-    def test_preview_considers_waiting_requests(self) -> None:
-        waiting = [documents("c"), documents("cd")]
-        assert [each.id for each in strict().preview(documents("abc"), waiting=waiting)] == ["c", "a", "b"]
-        assert ids(strict().order(documents("abc"), waiting=waiting)) == "cab"
-
     def test_the_callers_own_objects_each_as_often_as_given(self) -> None:
         a, b = documents("ab")
         given = [a, b, a]
         assert list(map(id, strict().preview(given))) == list(map(id, given))
-
-    def test_order_never_raises(self) -> None:
-        orderer = Orderer(key=lambda document: [])
-        assert orderer.preview(["a", "b"]) == ["a", "b"] and orderer.fallbacks == 1
 
 
 class TestCold:
@@ -263,10 +255,6 @@ class TestHoldsPrefix:
         ordering.confirm()
         assert orderer.holds_prefix() and not orderer.holds_prefix(scope="another tenant")
         assert strict(prefix_tokens=15, block_size=16).holds_prefix(), "no block holds any of it"
-
-    def test_order_never_raises(self) -> None:
-        orderer = Orderer(prefix_tokens=40)
-        assert orderer.holds_prefix(scope=[]) and orderer.fallbacks == 1  # type: ignore[arg-type]
 
 
 SCRIPT = """

@@ -259,10 +259,6 @@ class TestBatchesFollowTheBacklog:
         assert max(event.running for event in began) == min(32, max(arrivals.count(at_s) for at_s in arrivals))
         assert events[-1].running == events[-1].waiting == 0
 
-    def test_a_static_batch_ignores_the_backlog(self) -> None:
-        events = run_virtual(served([0.0] * 40 + [50.0], joins=False, batching=AllWaiting(16)))
-        assert [event.running for event in events if event.event == "began"] == [16, 16, 8, 1]
-
     @pytest.mark.parametrize("joins", [True, False])
     def test_the_kv_limit_holds_for_tries(self, joins: bool) -> None:
         """Two documents shared by all: as many requests fit as their trie allows, not their sum."""

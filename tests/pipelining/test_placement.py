@@ -142,19 +142,6 @@ class TestPlan:
             best = min(times, default=placement.latency_s)
             assert placement.latency_s <= 1.03 * best
 
-    def test_retrieval_that_is_slower_takes_host_memory_from_layers(self) -> None:
-        """4.4: if retrieval exceeds generation, more partitions are resident and fewer layers in host memory."""
-        index = IndexSizes(fixed=20, partitions=(100,) * 4)
-        generation = [10.0 - layers for layers in range(9)]
-
-        def planned(partitions_s: list[float]) -> PlannedPlacement:
-            costs = TableCosts(MODEL, index, WORKLOAD, generation, 1.0, 0.5, partitions_s, batches=(4,))
-            return plan_placement(Budgets(500, 620), costs, backlog=64)
-
-        slow, fast = planned([100.0, 50.0, 20.0, 10.0, 1.0]), planned([0.05, 0.04, 0.03, 0.02, 0.01])
-        assert slow.partitions > fast.partitions
-        assert slow.weights.host < fast.weights.host
-
     def test_a_batch_that_shares_documents_may_be_larger(self) -> None:
         """A batch's KV is its trie, not its sum: under the same budget shared documents let B grow."""
         tight = Budgets(50 + 8 * 100 + 30 + 400, 10_000)

@@ -1,4 +1,4 @@
-"""What a server of workflows does ahead of need: what is used, what is wasted, and when it pays."""
+"""What a server of workflows begins before it is due: what is used, what is wasted, and when it pays."""
 
 from __future__ import annotations
 
