@@ -233,10 +233,6 @@ class TestOrderRefuses:
         assert "--prompts" in refusal("order", "--prompts", tmp_path / "file" / "folder", input=lines(request("a")))
         assert "/nowhere/orders.jsonl" in refusal("order", "-o", "/nowhere/orders.jsonl", input=lines(request("a")))
 
-    def test_a_wrong_setting_in_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("RAGORDER_BLOCK_SIZE", "big")
-        assert "--block-size" in refusal("order", input="")
-
     @pytest.mark.parametrize(
         "command", [("order",), ("serve", "--upstream", "http://127.0.0.1:9")], ids=lambda one: one[0]
     )
@@ -245,9 +241,10 @@ class TestOrderRefuses:
         [
             ("tier_policy", "RAGORDER_TIER_POLICY: replacement policy must be one of"),
             ("profile", "give a readable profile"),
+            ("block_size", "--block-size"),
         ],
     )
-    def test_a_setting_in_the_environment_that_the_orderer_refuses(
+    def test_a_wrong_setting_in_the_environment(
         self, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], name: str, said: str
     ) -> None:
         pytest.importorskip("starlette")

@@ -17,11 +17,9 @@ DOCUMENTS = [Document(name, f"{name} is a document about {name}. " * 20) for nam
 
 
 class TestNumberLabels:
-    def test_are_of_the_text_alone(self) -> None:
+    def test_are_of_the_text_alone_and_the_same_in_every_process(self, python: Any) -> None:
         assert number_label(Document("1", "text")) == number_label(Document("2", "text")) == number_label("text")
         assert number_label("text") != number_label("other text")
-
-    def test_are_the_same_in_every_process(self, python: Any) -> None:
         script = "from ragorder.citations import number_label; print(number_label('Orders are shipped.'))"
         assert python("-c", script).stdout.strip() == number_label("Orders are shipped.")
 

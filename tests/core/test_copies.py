@@ -53,13 +53,11 @@ class TestCopies:
         assert order(copied) == ("cba", 0) and copied.tree_size == 3
         assert orderer.preview(DOCUMENTS[::-1]) == DOCUMENTS, "the original knows what it knew"
 
-    def test_with_its_callables(self, way: str) -> None:
+    def test_with_its_callables_and_without_those_that_were_not_given(self, way: str) -> None:
         copied = WAYS[way](Orderer(key=itemgetter("id"), tokens=itemgetter("length"), strict=True))
         given = [{"id": id, "length": 32} for id in "ab"]
         copied.order(given).confirm()
         assert copied.order(given[::-1]).cached_tokens == 64
-
-    def test_and_without_those_that_were_not_given(self, way: str) -> None:
         with pytest.raises(TypeError, match="Orderer"):
             WAYS[way](Orderer()).order(["no document"])
 

@@ -152,23 +152,21 @@ class TestMeans:
 class TestForecasts:
     """Count to the degree that former ones have come true."""
 
-    def after(self, uses: int, promised: float, requests: int = 300) -> bool:
+    @pytest.mark.parametrize(
+        ("uses", "promised", "requests", "believed"),
+        [
+            *((280, 280, 300, True), (300, 10, 300, True), (0, 280, 300, False), (150, 280, 300, True)),
+            # What failed long ago is forgotten.
+            *((0, 280, 400, False), (0, 280, 5_000, True)),
+        ],
+    )
+    def test_are_believed_as_far_as_they_have_come_true(
+        self, uses: int, promised: float, requests: int, believed: bool
+    ) -> None:
         """Whether 8 expected uses pay, twice as many as it takes, after this number was forecast and seen."""
         found = investment(Foreseen({"a": 8.0}))
         path = KnowledgeTree(1).insert("b", [100], [0])
         found.begin(path, 0, [Invested(0, promised)], 0)
         for number in range(requests):
             found.begin(path, int(number < uses), [], 0)
-        return choose(found, [], [0]) == [0]
-
-    def test_that_come_true_are_believed(self) -> None:
-        assert self.after(uses=280, promised=280)
-        assert self.after(uses=300, promised=10)
-
-    def test_that_do_not_are_believed_less(self) -> None:
-        assert not self.after(uses=0, promised=280)
-        assert self.after(uses=150, promised=280)
-
-    def test_that_failed_long_ago_are_forgotten(self) -> None:
-        assert not self.after(uses=0, promised=280, requests=400)
-        assert self.after(uses=0, promised=280, requests=5_000)
+        assert (choose(found, [], [0]) == [0]) is believed

@@ -221,15 +221,13 @@ class TestBatch:
             two.confirm()
         check_idle(planned)
 
-    def test_a_negative_wait_is_an_error_of_the_caller(self) -> None:
-        with pytest.raises(ValueError, match="max_wait"):
-            Orderer().order_batch([documents("ab")], max_wait=-1)
-
-    def test_an_empty_batch(self) -> None:
+    def test_an_empty_batch_and_a_negative_wait(self) -> None:
         batch = strict().order_batch([])
         assert (len(batch), list(batch), list(batch.indices)) == (0, [], [])
         with pytest.raises(IndexError):
             batch[0]
+        with pytest.raises(ValueError, match="max_wait"):
+            Orderer().order_batch([documents("ab")], max_wait=-1)
 
     def test_a_request_is_in_flight_only_once_it_is_taken(self) -> None:
         orderer = strict()

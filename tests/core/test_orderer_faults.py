@@ -176,9 +176,10 @@ def in_child(work: Callable[[], bool]) -> bool:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 class TestFork:
-    def test_while_another_thread_orders(self) -> None:
+    def test_a_child_has_the_parents_state_unless_another_thread_was_changing_it(self) -> None:
         orderer = Orderer()
         orderer.order(DOCUMENTS[:3]).confirm()
+        assert in_child(lambda: orderer.order(DOCUMENTS[:3]).cached_tokens == 288)
 
         def work() -> bool:
             ordering = orderer.order(DOCUMENTS[:3])
@@ -188,11 +189,6 @@ class TestFork:
         with in_another_thread(lock_of(orderer).run):
             assert in_child(work), "what the other thread was changing starts over"
         assert orderer.order(DOCUMENTS[:3]).cached_tokens == 288, "the parent goes on as before"
-
-    def test_a_child_starts_with_the_parents_state(self) -> None:
-        orderer = Orderer()
-        orderer.order(DOCUMENTS[:3]).confirm()
-        assert in_child(lambda: orderer.order(DOCUMENTS[:3]).cached_tokens == 288)
 
     def test_a_child_without_events_warns(self) -> None:
         orderer = Orderer(token_ids=lambda document: range(100), blocks=EngineBlocks(16), capacity_tokens=8_000)
@@ -402,8 +398,12 @@ class TestNames:
 class TestBounds:
     @pytest.mark.parametrize(
         "options",
-        [{"capacity_tokens": 262_144}, {"residency": "none"}, {"capacity_tokens": None}, {"feedback": False}],
-        ids=str,
+        [
+            *({"capacity_tokens": 262_144}, {"residency": "none"}, {"capacity_tokens": None}, {"feedback": False}),
+            # Whole scopes go.
+            {"blocks": EngineBlocks(16), "token_ids": lambda document: range(document.token_count)},
+        ],
+        ids=["capacity", "none", "unlimited", "no feedback", "events"],
     )
     def test_nodes_are_bounded_over_all_scopes(self, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("ragorder.scope.scopes.MAX_NODES", 300)
@@ -412,10 +412,11 @@ class TestBounds:
         for number in range(400):
             tokens = rng.choice([0, 16])
             documents = [Document(f"{number} {place}", "", tokens) for place in range(rng.randint(1, 40))]
-            ordering = orderer.order(documents, scope=rng.randrange(30))
+            ordering = orderer.order(documents, scope=str(rng.randrange(30)))
             if rng.random() < 0.8:
                 ordering.confirm() if rng.random() < 0.8 else ordering.discard()
             assert orderer.tree_size <= 300
+        assert scopes_of(orderer), "the one in use stays"
         check(orderer)
 
     def test_scopes_in_use_share_the_nodes(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,15 +431,6 @@ class TestBounds:
                 cached += ordering.cached_tokens
                 ordering.confirm()
         assert cached >= 19 * 8 * 480
-
-    def test_with_events_whole_scopes_go(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ragorder.scope.scopes.MAX_NODES", 100)
-        orderer = Orderer(token_ids=lambda document: range(16), blocks=EngineBlocks(16), strict=True, prefix_tokens=0)
-        for number in range(60):
-            documents = [Document(f"{number} {place}", "", 16) for place in range(10)]
-            orderer.order(documents, scope=str(number % 20)).confirm()
-            assert orderer.tree_size <= 100
-        assert scopes_of(orderer), "the one in use stays"
 
     def test_names_that_are_never_used_again_leave_no_trace(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("ragorder.scope.scopes.MAX_SCOPES", 4)

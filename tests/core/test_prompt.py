@@ -84,15 +84,13 @@ class TestWithoutTokenizer:
         assert prompt.text == f"{SYSTEM}\n\n{user}\n"
         assert prompt.messages == [{"role": "system", "content": SYSTEM}, {"role": "user", "content": user}]
         assert (prompt.token_ids, prompt.spans) == (None, [])
+        assert PromptBuilder("").build(QUERY, DOCUMENTS).messages == prompt.messages[1:]
 
     def test_lengths_are_estimated_at_four_characters_a_token(self) -> None:
         builder = PromptBuilder("s" * 98, document_template="{text}", question_template="{query}")
         assert builder.prefix_tokens == 25
         assert builder.document_tokens(Document("a", "x" * 401)) == 101
         assert builder.suffix_tokens("q" * 39) == 10
-
-    def test_no_system_prompt_is_no_system_message(self) -> None:
-        assert [message["role"] for message in PromptBuilder("").build(QUERY, DOCUMENTS).messages] == ["user"]
 
     def test_the_title_comes_from_the_metadata(self) -> None:
         builder = PromptBuilder(SYSTEM, document_template="# {title} ({id})\n{text}\n")
@@ -209,8 +207,6 @@ class TestRanking:
             note = "Documents from most to least relevant: cats, banks, ü\n\nQuestion: "
             places = [text.index(each) for each in [*(DOCUMENTS[rank].text for rank in order), note, QUERY]]
             assert places == sorted(places)
-
-    def test_the_ranking_of_no_documents_is_not_stated(self) -> None:
         assert "relevant" not in PromptBuilder(SYSTEM, state_ranking=True).build(QUERY, []).text
 
     def test_the_ranking_does_not_change_the_text_before_it(self, tokenizer: Any) -> None:

@@ -542,14 +542,7 @@ class TestSync:
         with pytest.raises(ValueError, match="no server"):
             SyncPipeline(fail)
 
-    def test_once_closed_it_says_so(self) -> None:
-        sync = SyncPipeline(lambda: pipeline(Search("A")))
-        sync.close()
-        sync.close()
-        with pytest.raises(RuntimeError, match="closed"):
-            sync.answer("q")
-
-    def test_closing_aborts_what_runs(self) -> None:
+    def test_closing_aborts_what_runs_and_then_it_says_so(self) -> None:
         engine = PlayedEngine()
         sync = SyncPipeline(lambda: pipeline(Search("ABC"), engine))
         stream = sync.stream("q")
@@ -557,3 +550,6 @@ class TestSync:
         stream.close()
         sync.close()
         assert len(engine.aborted) == 1
+        sync.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            sync.answer("q")

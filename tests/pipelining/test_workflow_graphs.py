@@ -435,7 +435,7 @@ class TestRandomGraphs:
         assert all(END in made.topology.later(id) for id in made.nodes)
 
 
-def test_mermaid() -> None:
+def test_mermaid_shows_nodes_edges_and_any_id() -> None:
     assert irg().compile().to_mermaid() == (
         "flowchart TD\n"
         "    START((START))\n"
@@ -449,8 +449,5 @@ def test_mermaid() -> None:
         "    n2 -.-> n0\n"
         "    n2 -.-> END_\n"
     )
-
-
-def test_mermaid_shows_any_id() -> None:
     graph = RAGraph().add_generation('say "hi"; [x]', prompt="{query}")
     assert '"say #34;hi#34;#59; #91;x#93;: answer"' in chain(graph, 'say "hi"; [x]').compile().to_mermaid()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -128,14 +127,6 @@ class TestServer:
             assert stream.trace.outcome == "cancelled" and stream.result is None
             await settled(server, engine, search, prompts)
 
-    async def test_a_stream_raises_what_a_run_raises(self, search: ContinuousIVF) -> None:
-        async with (
-            WorkflowServer(SlowEngine(), search, broken, document, PlainPrompts()) as server,
-            server.stream(one_shot().compile(), "why?") as stream,
-        ):
-            with pytest.raises(NodeError, match="workflow 'one_shot', node 'search': InjectedError"):
-                await anext(stream)
-
     async def test_a_batch_gives_each_question_its_result(self, search: ContinuousIVF, index: Any) -> None:
         def answer(request: Asked) -> str:
             return broken() if "question 3" in request.question.text else long_answer(request)
@@ -152,7 +143,9 @@ class TestServer:
             assert result.text == (await interpreted(graph, index, f"question {number}")).text
 
     @pytest.mark.parametrize("max_waiting", [0, 2])
-    async def test_a_batch_waits_for_its_turn_at_a_full_queue(self, search: ContinuousIVF, max_waiting: int) -> None:
+    async def test_a_full_queue_refuses_a_request_and_lets_a_batch_wait_for_its_turn(
+        self, search: ContinuousIVF, max_waiting: int
+    ) -> None:
         """Two batches at once, and requests that fill the queue: none of a batch is refused, all begin in order."""
         graph, engine = one_shot().compile(), SlowEngine(pause_s=0.001)
         async with server_of(search, engine, transformations=(), max_requests=2, max_waiting=max_waiting) as server:
@@ -163,6 +156,8 @@ class TestServer:
 
             runs = [asyncio.create_task(server.run(graph, f"single {number}")) for number in range(2 + max_waiting)]
             await asyncio.sleep(0)
+            with pytest.raises(QueueFullError):
+                await server.run(graph, "one more")
             found = await asyncio.gather(batch("first"), batch("second"))
             await asyncio.gather(*runs)
         for results in found:
@@ -210,13 +205,6 @@ class TestServer:
                 with pytest.raises(error, match=says):
                     ask(graph, "why?", **options)
 
-    async def test_takes_as_many_as_it_may_and_refuses_the_rest(self, search: ContinuousIVF) -> None:
-        graph = one_shot().compile()
-        async with server_of(search, SlowEngine(pause_s=0.001), max_requests=2, max_waiting=3) as server:
-            runs = [server.run(graph, f"question {number}") for number in range(7)]
-            done = await asyncio.gather(*runs, return_exceptions=True)
-        assert Counter(map(type, done)) == {QueueFullError: 2, WorkflowResult: 5}
-
     async def test_closing_ends_all_requests_and_takes_no_more(self, search: ContinuousIVF) -> None:
         graph, engine, prompts = multistep().compile(), SlowEngine(pause_s=0.002), PlainPrompts()
         server = server_of(search, engine, prompts, max_requests=3)
@@ -231,7 +219,9 @@ class TestServer:
         await settled(server, engine, search, prompts)
 
     @pytest.mark.parametrize("part", ["step", "query", "prompt", "parse", "edge"])
-    async def test_a_node_that_fails_ends_its_own_request(self, search: ContinuousIVF, index: Any, part: str) -> None:
+    async def test_a_node_that_fails_ends_its_own_request_or_stream(
+        self, search: ContinuousIVF, index: Any, part: str
+    ) -> None:
         """Each is named, and no text is told."""
         parts: dict[str, Any] = {"step": lambda state: {}, "query": "query", "prompt": "{query} {docs}", "parse": None}
         parts[part] = broken
@@ -250,6 +240,10 @@ class TestServer:
             assert failed.node == {"step": "step", "query": "search"}.get(part, "answer")
             assert "InjectedError" in str(failed) and "secret" not in str(failed)
             assert [other.text for other in others] == [expected] * 3
+            async with server.stream(graph.compile(), "why?") as stream:
+                with pytest.raises(NodeError) as streamed:
+                    assert not [piece async for piece in stream]
+            assert str(streamed.value) == str(failed)
             await settled(server, engine, search, prompts)
 
     async def test_a_node_that_waits_for_something_cancelled_ends_its_request(self, search: ContinuousIVF) -> None:
