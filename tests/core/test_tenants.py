@@ -45,25 +45,20 @@ class TestFiftyTenants:
     @pytest.mark.parametrize(("in_flight", "tell_every"), grid(list(product([1, 8], [None, 1, 8])), 3))
     def test_predictions_without_feedback_are_right_to_a_block(self, in_flight: int, tell_every: int | None) -> None:
         served = serve(length(2_000, 400), in_flight=in_flight, tell_every=tell_every, feedback=False)
-        right = percent_right(served)
-        hits = fmean(each.true > 200 for each in served)
-        print(f"\n{right:.1f} % within a block, {100 * hits:.0f} % hits")  # noqa: T201
-        assert right >= 97
-        assert 0.1 < hits < 0.9, "neither is the cache too small for any hit, nor large enough for all"
+        assert percent_right(served) >= 97
+        assert 0.1 < fmean(each.true > 200 for each in served) < 0.9, (
+            "neither is the cache too small for any hit, nor large enough for all"
+        )
 
     @pytest.mark.parametrize(("in_flight", "told"), grid(list(product([1, 8], [1.0, 0.5])), 2))
     def test_events_that_are_very_late_spoil_few(self, in_flight: int, told: float) -> None:
         """A capacity that is too small grows by what the engine has kept."""
         late = {"in_flight": in_flight, "tell_every": 32, "feedback": False}
-        right = percent_right(serve(length(2_000, 400), told_capacity=told, **late))
-        print(f"\n{right:.1f} % within a block")  # noqa: T201
-        assert right >= 95
+        assert percent_right(serve(length(2_000, 400), told_capacity=told, **late)) >= 95
 
     def test_mirrors_that_share_nothing_are_wrong(self) -> None:
         """The difference that one pool makes."""
-        right = percent_right(serve(length(2_000, 400), in_flight=8, feedback=False, apart=True))
-        print(f"\n{right:.1f} % within a block")  # noqa: T201
-        assert right < 90
+        assert percent_right(serve(length(2_000, 400), in_flight=8, feedback=False, apart=True)) < 90
 
     @settings(max_examples=examples(100))
     @given(
