@@ -420,6 +420,15 @@ class TestJoins:
                 tokens.finish(run, {"note": run.id} if run.node.writes == ("note",) else {})
         assert tokens.state["note"] == "short"
 
+    @pytest.mark.parametrize("ends", ["ab", "ba"])
+    def test_of_values_that_are_as_new_one_is_kept_whichever_branch_ends_first(self, ends: str) -> None:
+        tokens = self.tokens((START, "a"), (START, "b"), ("a", "answer"), ("b", "answer"), ("answer", END))
+        running = {run.id: run for run in tokens.take()}
+        for id in ends:
+            tokens.finish(running[id], {"note": id})
+        (answer,) = tokens.take()
+        assert answer.state["note"] == "a"
+
 
 class TestRandomGraphs:
     """Loops, conditions and branches as they come."""
