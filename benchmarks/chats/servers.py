@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 from zlib import crc32
 
 from ragorder.benchmarks.chats.talks import ChatTurn, conversations
-from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.running.record import RunRecord
@@ -106,7 +105,7 @@ class Chats(Experiment):
             "block_size": server.block_size,
             "capacity_tokens": server.capacity_tokens,
         }
-        return {"policy": policy, "engine": engine, "load_average": load_average(), "rows": rows}
+        return {"policy": policy, "engine": engine, "rows": rows}
 
     def _start(self, blocks: int, texts: list[str]) -> ChatServer:
         if self.options.engine == "sim":

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
-from ragorder.eval.data.machine import load_average
 from ragorder.eval.report.declared import Column, figure
 from ragorder.eval.running.suite import Experiment, Job, Line
 
@@ -25,7 +24,6 @@ class InTurns(Experiment):
         self, job: Job, advance: Callable[[], None], measure: Callable[[str], tuple[float, dict[str, Any]]]
     ) -> Iterator[Line]:
         """Yield the lines of a job; `measure` returns milliseconds and facts of a policy."""
-        load = load_average()
         times: dict[str, list[float]] = {policy: [] for policy in job.policies}
         facts: dict[str, Any] = {}
         for _ in range(job.cell.repeats):
@@ -34,8 +32,12 @@ class InTurns(Experiment):
                 times[policy].append(round(ms, 5))
                 advance()
         for policy in job.policies:
-            line = {"policy": policy, "engine": {"name": "played"}, "load_average": load}
-            yield {**line, "facts": facts[policy], "rows": {"ms": times[policy]}}
+            yield {
+                "policy": policy,
+                "engine": {"name": "played"},
+                "facts": facts[policy],
+                "rows": {"ms": times[policy]},
+            }
 
 
 def median_ms(run: Any) -> float:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from ragorder.benchmarks.common.processes import tree_of
-from ragorder.eval.data.machine import load_average, resident_mb
+from ragorder.eval.data.machine import resident_mb
 from ragorder.eval.data.workloads import document_tokens, make_workload
 from ragorder.eval.report.declared import Column, Row, TableForm, figure, ratio
 from ragorder.eval.report.tables import Tone
@@ -102,7 +102,6 @@ class ShardedPlan(Experiment):
             source = folder / "requests.jsonl"
             write_requests(source, draw(cell.workload, job.requests, job.seed))
             for policy in job.policies:
-                load = load_average()
                 options = ["--shards", "1", "--workers", "1", "--memory", _ROOM]
                 if policy != _ONE:
                     options = ["--shards", str(cell.shards), "--workers", str(cell.workers)]
@@ -111,7 +110,6 @@ class ShardedPlan(Experiment):
                 yield {
                     "policy": policy,
                     "engine": {"name": "none"},
-                    "load_average": load,
                     "facts": {"requests": manifest["requests"], **facts},
                     "rows": {name: [manifest[name]] for name in ("tokens", "saved_tokens")},
                 }

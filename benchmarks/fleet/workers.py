@@ -17,7 +17,6 @@ from ragorder.adapters.openai.tokenizer import load_tokenizer
 from ragorder.benchmarks.chats.talks import TOPICS, draw_topics
 from ragorder.common.files import cache_folder
 from ragorder.eval.data.corpora import load_pydocs
-from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT
 from ragorder.eval.engines.server import VLLMServer
@@ -100,7 +99,6 @@ class SeveralOrderers(Experiment):
                     "block_size": server.block_size,
                     "capacity_tokens": server.capacity_tokens,
                 },
-                "load_average": load_average(),
                 "rows": rows,
             }
 

@@ -17,7 +17,6 @@ from ragorder.benchmarks.common.vectors import nearest_documents
 from ragorder.benchmarks.fusion.selections import DocumentHeads, RandomTokens
 from ragorder.document import Document
 from ragorder.eval.data.corpora import Corpus
-from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.prompts import PromptIds
 from ragorder.eval.engines.torch import TorchEngine, TorchModel, lacks_torch
@@ -155,7 +154,7 @@ class FusedAnswers(Experiment):
             return
         engine = {"name": "torch", "model": Path(name).name, "dtype": str(model.model.dtype).removeprefix("torch.")}
         for way, rows in asking.ask(places, {each: WAYS[each] for each in job.policies}, advance).items():
-            yield {"policy": way, "engine": engine, "load_average": load_average(), "rows": rows}
+            yield {"policy": way, "engine": engine, "rows": rows}
 
 
 _SYSTEM = "Answer the question with a short phrase from the documents."

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 
 from ragorder.benchmarks.kernels.embedded.models import SHAPES, hardware, threads
-from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.torch import TorchModel, lacks_torch
 from ragorder.eval.report.declared import Column, TableForm, figure, policy_column, ratio
@@ -103,7 +102,7 @@ class FusedLoad(Experiment):
         for name in job.policies:
             with threads(1):
                 facts = serve(model, cell, WAYS[name], job.seed)
-            yield {"policy": name, "engine": engine, "load_average": load_average(), "rows": {}, "facts": facts}
+            yield {"policy": name, "engine": engine, "rows": {}, "facts": facts}
             advance()
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from ragorder.benchmarks.common.vectors import build_index, clustered
-from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.report.declared import Block, TableForm
 from ragorder.eval.report.words import format_number
@@ -116,9 +115,8 @@ class SearchCosts(Experiment):
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         for policy in job.policies:
-            load = load_average()
             found = _scans(job.cell) if policy == "scans" else _decoding(job.cell)
-            yield {"policy": policy, "load_average": load, **found}
+            yield {"policy": policy, **found}
             advance()
 
 

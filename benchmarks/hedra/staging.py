@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from pydantic import Field
 
 from ragorder.benchmarks.common.vectors import build_index, clustered, embedded
-from ragorder.eval.data.machine import load_average
 from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.declared import Column, TableForm, figure, tables_of
 from ragorder.eval.report.groups import RecordGroup, group_runs
@@ -100,14 +99,13 @@ class Staging(Experiment):
             documents = embedded(each.text for each in job.corpus.documents)
             queries = embedded(each.text for each in job.corpus.questions)
         for policy, search in _searches(documents, cell.stages, job.policies):
-            load = load_average()
             stages, rows = time_stages(search.index.search, search.staged, queries[: job.requests], _TOP_K)
             facts: dict[str, Any] = {"search": search.name, "stages": stages}
             if job.corpus is not None:
                 final = final_shares(search.staged, queries, _DEPTHS)
                 facts |= {"questions": len(queries), "final": {str(k): shares for k, shares in final.items()}}
             rounded = {name: [round(value, 4) for value in values] for name, values in rows.items()}
-            yield {"policy": policy, "engine": {"name": "faiss"}, "load_average": load, "facts": facts, "rows": rounded}
+            yield {"policy": policy, "engine": {"name": "faiss"}, "facts": facts, "rows": rounded}
             advance()
 
 

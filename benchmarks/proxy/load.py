@@ -16,7 +16,6 @@ from pydantic import Field
 from ragorder.benchmarks.common.processes import ServerProcess, peak_mb
 from ragorder.benchmarks.proxy.client import Connections, chat_body, instant_server, post, proxy_server
 from ragorder.benchmarks.proxy.upstream import allow_many_connections, answer_events
-from ragorder.eval.data.machine import load_average
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style
 from ragorder.eval.report.groups import group_runs
 from ragorder.eval.report.part import Part
@@ -111,7 +110,6 @@ class ProxyLoad(Experiment):
         connections = str(max(1024, cell.streams + 256))
         started = servers("--max-connections", connections)
         sides = self.kept(connections, lambda: self.resources.enter_context(started))
-        load = load_average()
         seconds = job.requests / cell.rate
         direct, proxied = (side.port for side in sides)
         pairs = asyncio.run(measure_latency(direct, proxied, cell.rate, seconds, job.seed)) if seconds else []
@@ -122,7 +120,6 @@ class ProxyLoad(Experiment):
                 side = 2 if policy == "proxied" else 1
                 yield {
                     "policy": policy,
-                    "load_average": load,
                     "rows": {
                         "tagged": [pair[0] for pair in pairs],
                         "latency_ms": [round(pair[side], 4) for pair in pairs],

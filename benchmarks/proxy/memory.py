@@ -20,7 +20,7 @@ from pydantic import Field
 from ragorder.benchmarks.common.processes import ServerProcess, peak_mb
 from ragorder.benchmarks.proxy.client import instant_server, proxy_server
 from ragorder.benchmarks.proxy.upstream import ENDLESS, allow_many_connections
-from ragorder.eval.data.machine import load_average, resident_mb
+from ragorder.eval.data.machine import resident_mb
 from ragorder.eval.report.declared import Column, Row, TableForm
 from ragorder.eval.report.tables import Entry
 from ragorder.eval.report.words import format_number
@@ -277,11 +277,10 @@ class ProxyMemory(Experiment):
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         cell: ProxyMemoryCell = job.cell
-        load = load_average()
         for policy in job.policies:
             with attacked_proxy() as proxy:
                 rows = measure_peak(proxy, policy, cell)
-            yield {"policy": policy, "load_average": load, "rows": rows}
+            yield {"policy": policy, "rows": rows}
             advance()
 
 

@@ -17,7 +17,6 @@ from pydantic import Field, model_validator
 
 from ragorder.benchmarks.common.processes import ServerProcess, tree_cpu_s
 from ragorder.benchmarks.proxy.client import Connections, chat_body, instant_server, proxy_server
-from ragorder.eval.data.machine import load_average
 from ragorder.eval.report.declared import Column, Row, TableForm, figure, policy_column
 from ragorder.eval.report.tables import Entry
 from ragorder.eval.report.words import format_number, range_words
@@ -211,7 +210,6 @@ class ProxyThroughput(Experiment):
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         cell: ThroughputCell = job.cell
-        load = load_average()
         found: dict[str, list[dict[str, Any]]] = {policy: [] for policy in job.policies}
         with ExitStack() as until_measured:
             upstream = until_measured.enter_context(instant_server())
@@ -238,7 +236,7 @@ class ProxyThroughput(Experiment):
                     advance()
         for policy, rates in found.items():
             columns = {name: [each[name] for each in rates] for name in rates[0]}
-            yield {"policy": policy, "load_average": load, "rows": columns}
+            yield {"policy": policy, "rows": columns}
 
 
 def _shares_orders(cell: ThroughputCell, policy: str) -> bool:

@@ -20,7 +20,6 @@ from ragorder import Lengths
 from ragorder.benchmarks.kernels.embedded.models import RandomPrompts
 from ragorder.document import Document
 from ragorder.eval.data.arrivals import poisson_arrivals
-from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.trace import Trace, trace_of_workload
 from ragorder.eval.data.workloads import WORKLOADS, make_workload
 from ragorder.eval.engines.base import Cache, EngineCompletion, EngineError
@@ -400,7 +399,6 @@ class Reordering(Experiment):
             yield {
                 "policy": policy,
                 "engine": queues.engine,
-                "load_average": load_average(),
                 "rows": {
                     "prompt_tokens": served.prompt_tokens,
                     "cached_tokens": served.cached_tokens,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from ragorder.eval.data.machine import describe_environment
+from ragorder.eval.data.machine import describe_environment, load_average
 from ragorder.eval.running.load import Progress, silent
 from ragorder.eval.running.options import Options
 from ragorder.eval.running.record import SCHEMA
@@ -122,14 +122,16 @@ class _Session:
         advance = self._progress(experiment.unit, steps) if steps else silent("", 0)
         with experiment:
             for job in jobs:
+                load = load_average()
                 for found in experiment.measure(job, advance):
                     if isinstance(found, Missing):
                         self._miss(found)
                     else:
-                        self._keep(experiment, job, found)
+                        self._keep(experiment, job, found, load)
+                    load = load_average()
 
-    def _keep(self, experiment: Experiment, job: Job, found: Line) -> None:
-        line = found if "type" in found else self._record(experiment, job, found)
+    def _keep(self, experiment: Experiment, job: Job, found: Line, load: float | None) -> None:
+        line = found if "type" in found else self._record(experiment, job, {"load_average": load, **found})
         self._store.append(line)
         if "copied_from" in found:
             self._outcome.copied += 1

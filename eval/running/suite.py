@@ -453,7 +453,8 @@ class Experiment(Kind, ABC):
     @abstractmethod
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line | Missing]:
         """Fields of the record (`policy`, `rows`, …) for each policy, or whole lines with a `type`. Each line is on the
-        disk before the next is drawn. EngineError, ImportError and OSError end the invocation."""
+        disk before the next is drawn; the machine's load before it was measured is added. EngineError, ImportError and
+        OSError end the invocation."""
 
 
 def _folders() -> list[tuple[str, Path]]:

@@ -9,7 +9,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from ragorder.benchmarks.doll.batching_live.cells import POLICIES, BatchingLiveCell
-from ragorder.eval.data.machine import load_average
 from ragorder.eval.running.load import rotated
 from ragorder.eval.running.suite import Experiment, Job, Line
 
@@ -47,8 +46,7 @@ class BatchingLive(Experiment):
             parts = LiveParts.make(cell, Path(folder), job.requests, job.seed)
             # Each seed begins with another policy.
             for policy in rotated(job.policies, job.seed):
-                load = load_average()
                 with threads(1):
                     found = asyncio.run(serve_live(policy, parts, at_s))
-                yield {"policy": policy, "engine": {"name": "torch"}, "load_average": load, **found}
+                yield {"policy": policy, "engine": {"name": "torch"}, **found}
                 advance()

@@ -9,7 +9,6 @@ from statistics import fmean, median
 from typing import Any, ClassVar
 
 from ragorder.benchmarks.doll.questions.asking import Asked, QuestionsCell, ask_command
-from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.report.declared import Block, Column, Row, TableForm, figure, policy_column
 from ragorder.eval.report.words import format_number
@@ -89,7 +88,6 @@ class Questions(Experiment):
             cell,
         )
         for policy in job.policies:
-            load = load_average()
             if policy == COMMAND:
                 found = ask_command(asked, advance)
             else:
@@ -102,7 +100,6 @@ class Questions(Experiment):
             yield {
                 "policy": policy,
                 "engine": {"name": "torch", "model": Path(model).name},
-                "load_average": load,
                 "rows": rows,
                 "facts": found.facts,
             }

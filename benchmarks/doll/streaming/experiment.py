@@ -9,7 +9,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from ragorder.benchmarks.doll.streaming.cells import SLOTS, StreamingCell
-from ragorder.eval.data.machine import load_average
 from ragorder.eval.report.declared import Block, Column, TableForm, figure, policy_column, ratio
 from ragorder.eval.report.words import format_number
 from ragorder.eval.running.record import Record
@@ -84,7 +83,6 @@ class Streaming(Experiment):
         from ragorder.benchmarks.doll.streaming.measuring import Bench, write_model
 
         cell: StreamingCell = job.cell
-        load = load_average()
         times: dict[str, list[float]] = {policy: [] for policy in job.policies}
         facts: dict[str, dict[str, Any]] = {}
         with (
@@ -100,7 +98,6 @@ class Streaming(Experiment):
             yield {
                 "policy": policy,
                 "engine": {"name": "torch"},
-                "load_average": load,
                 "facts": facts[policy],
                 "rows": {"step_s": [round(step_s, 5) for step_s in times[policy]]},
             }

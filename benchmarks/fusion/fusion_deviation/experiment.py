@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ragorder.benchmarks.fusion.fusion_deviation.cells import ALONE, PREPROCESSED, DeviationCell
 from ragorder.eval.data.corpora import Corpus
-from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.torch import TorchModel, lacks_torch
 from ragorder.eval.report.canvas import Picture, titled
 from ragorder.eval.report.groups import RecordGroup, group_runs
@@ -73,7 +72,7 @@ class FusionDeviation(Experiment):
             return
         for kind, sums in measured.items():
             rows = {"deviation": [round(value, 6) for value in sums.deviation]}
-            yield {"policy": kind, "engine": engine, "load_average": load_average(), "facts": sums.facts, "rows": rows}
+            yield {"policy": kind, "engine": engine, "facts": sums.facts, "rows": rows}
 
     def _measure(
         self, job: Job, corpus: Corpus, model: TorchModel, advance: Callable[[], None]

@@ -15,7 +15,6 @@ from ragorder.benchmarks.common.reports import draw_table
 from ragorder.benchmarks.common.served import Cells, cells_along, faster_entry
 from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.eval.data.arrivals import poisson_arrivals
-from ragorder.eval.data.machine import load_average
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Table
 from ragorder.eval.report.words import format_number
@@ -95,13 +94,11 @@ class Partition(Experiment):
             facts = measure() if known is None else known["facts"]
             arrivals = poisson_arrivals(1e3 * cell.load * cell.cores / facts["search_ms"], job.requests, job.seed)
             for policy in job.policies:
-                before = load_average()
                 system, clock = system_of(policy)
                 latencies = play(system, [each.at_s for each in arrivals], clock)
                 yield {
                     "policy": policy,
                     "engine": {"name": "faiss"},
-                    "load_average": before,
                     "facts": facts,
                     "rows": {"latency_ms": [round(1e3 * seconds, 4) for seconds in latencies]},
                 }

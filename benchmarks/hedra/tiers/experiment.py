@@ -18,7 +18,6 @@ from ragorder.benchmarks.common.reports import draw_table
 from ragorder.benchmarks.common.served import Cells, cells_along, faster_entry
 from ragorder.benchmarks.common.vectors import build_index, clustered, embedded
 from ragorder.benchmarks.hedra.locality import skew
-from ragorder.eval.data.machine import load_average
 from ragorder.eval.report.groups import RecordGroup
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Table
@@ -90,12 +89,10 @@ class HybridIndex(Experiment):
         ):
             for policy in job.policies:
                 tiers = _tiers(index, cell.held) if policy == _BOTH else None
-                before = load_average()
                 times, hit_share = latencies(cold.index, queries, index.nprobe, tiers, cold.cool, warmup)
                 yield {
                     "policy": policy,
                     "engine": {"name": "faiss"},
-                    "load_average": before,
                     "warmup": warmup,
                     "facts": {**facts, "hit_share": hit_share},
                     "rows": {"latency_ms": [round(each, 4) for each in times]},

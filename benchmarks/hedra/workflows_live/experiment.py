@@ -21,7 +21,6 @@ from ragorder.benchmarks.hedra.workflows.experiment import SYSTEMS as VIRTUAL
 from ragorder.benchmarks.hedra.workflows.script import WORKFLOWS
 from ragorder.common.extras import install_hint
 from ragorder.eval.data.arrivals import poisson_arrivals
-from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.retrieval import DenseRetriever
 from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.report.declared import Block, Column, Row, TableForm, figure
@@ -163,11 +162,10 @@ class WorkflowsLive(Experiment):
         at_s = [arrival.at_s for arrival in poisson_arrivals(rate, job.requests, job.seed)]
         # Another policy is first with each seed: a machine's speed drifts within one.
         for policy in rotated(job.policies, job.seed):
-            load = load_average()
             found = serve(policy, at_s)
             facts = found["facts"] | shared
             engine = {"name": cell.engine, "model": cell.shape}
-            yield {"policy": policy, "engine": engine, "load_average": load, "rows": found["rows"], "facts": facts}
+            yield {"policy": policy, "engine": engine, "rows": found["rows"], "facts": facts}
             advance()
 
     def materials(self, job: Job) -> LiveMaterials:

@@ -19,7 +19,6 @@ from ragorder.benchmarks.kernels.embedded.cells import (
     EmbeddedCell,
 )
 from ragorder.benchmarks.kernels.embedded.models import ONE_THREAD, SHAPES, hardware, threads
-from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.torch import TorchModel, lacks_torch
 from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.compared import Mark, draw_marks
@@ -99,8 +98,7 @@ class Embedded(Experiment):
             try:
                 for arm, warmup, rows, facts in self._measure(job, model, advance):
                     rounded = {name: [round(value, 3) for value in values] for name, values in rows.items()}
-                    line = {"policy": arm, "engine": engine, "warmup": warmup, "load_average": load_average()}
-                    yield {**line, "facts": facts, "rows": rounded}
+                    yield {"policy": arm, "engine": engine, "warmup": warmup, "facts": facts, "rows": rounded}
             except ValueError as error:
                 # A workload that cannot be drawn so, or a prompt that is longer than the model's longest.
                 yield from (Missing(job.suite.name, cell.fields, arm, str(error)) for arm in job.policies)

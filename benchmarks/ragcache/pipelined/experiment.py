@@ -11,7 +11,6 @@ from pydantic import Field, model_validator
 
 from ragorder.common.files import cache_folder
 from ragorder.eval.data.corpora import Corpus
-from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT
 from ragorder.eval.running.cells import SuiteCell
@@ -136,7 +135,6 @@ class Pipelining(Experiment):
             "policy": job.policies[0],
             "engine": facts.engine(str(model)),
             "warmup": min(job.suite.warmup, len(requests) // 2) if cell.measure != "throughput" else 0,
-            "load_average": load_average(),
             **measured,
         }
 

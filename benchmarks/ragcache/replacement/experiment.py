@@ -31,7 +31,6 @@ from ragorder.benchmarks.ragcache.replacement.tiers import (
     simulate,
 )
 from ragorder.eval.data.corpora import CorpusError
-from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.trace import trace_of_corpus, trace_of_workload
 from ragorder.eval.data.workloads import WorkloadError, make_workload
 from ragorder.eval.running.cells import SuiteCell
@@ -288,8 +287,7 @@ class Replacement(Experiment):
         if cell.measure == "scheduling":
             assert cell.nodes is not None
             shape: dict[str, Any] = {"nodes": cell.nodes, "top_k": cell.top_k, "requests": job.requests}
-            load = load_average()
-            return {"load_average": load, "scheduling": measure_scheduling(**shape, policy=policy, seed=job.seed)}
+            return {"scheduling": measure_scheduling(**shape, policy=policy, seed=job.seed)}
         stream, working_set = self._stream(job)
         assert cell.device is not None and cell.host is not None
         sizes = [TierSize.parse(each) for each in (cell.device, cell.host)]

@@ -17,7 +17,6 @@ from ragorder.adapters.http_client import ServerError
 from ragorder.adapters.observing.tier_stats import SOURCES, Hits, fetch_hits
 from ragorder.adapters.vllm.server_profile import measure_server
 from ragorder.adapters.vllm_tiers import TierSettings
-from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.trace import Trace, trace_of_corpus
 from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.models import built_prompts, random_model
@@ -317,7 +316,6 @@ class Tiering(Experiment):
                     "policy": turn.arm,
                     "engine": {"name": "openai", "model": model.name, "block_size": cell.block_size},
                     "warmup": warmup,
-                    "load_average": load_average(),
                     "facts": facts,
                     "sources": turn.hits.as_json(),
                     "rows": {name: getattr(turn, name) for name in self.columns},

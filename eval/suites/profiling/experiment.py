@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ragorder.eval.data.machine import load_average
 from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.lines import draw_lines
 from ragorder.eval.report.part import Part
@@ -81,7 +80,6 @@ class Profiling(Experiment):
         from ragorder.eval.suites.profiling.measuring import measure_profile, plan_grid, profiled_server
 
         cell: ProfileCell = job.cell
-        load = load_average()
         options = self.options
         with profiled_server(
             options.base_url,
@@ -95,7 +93,6 @@ class Profiling(Experiment):
         yield {
             "policy": "prefill",
             "engine": {"name": "openai", "model": server.model, "block_size": server.block_size},
-            "load_average": load,
             "facts": made.facts,
             "rows": ProfileRecord.rows_of(made),
         }
