@@ -60,6 +60,7 @@ class SeveralOrderers(Experiment):
     base = RunRecord
     cell = WorkersCell
     policies: ClassVar[Any] = ("retrieval", "mirror", "events")
+    sized_by = "questions"
     one_job = True
 
     def obstacle(self, suite: Suite, cell: WorkersCell, policy: str) -> str | None:
@@ -70,9 +71,6 @@ class SeveralOrderers(Experiment):
     def applies(self, suite: Suite, cell: WorkersCell, policy: str) -> bool:
         """Retrieval order is the same with any number of orderers."""
         return policy != "retrieval" or cell == suite.cells[0]
-
-    def requests(self, suite: Suite, cell: WorkersCell) -> int:
-        return min(cell.questions, self.options.limit or cell.questions)
 
     def in_order(self, jobs: Sequence[Job]) -> list[Job]:
         """Seed by seed: a machine that gets busier does so for all numbers of orderers."""

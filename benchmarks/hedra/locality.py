@@ -14,7 +14,7 @@ from ragorder.eval.report.declared import Block, Column, TableForm, figure, poli
 from ragorder.eval.report.words import format_number
 from ragorder.eval.running.cells import SeedlessCell
 from ragorder.eval.running.record import Record
-from ragorder.eval.running.suite import Experiment, Job, Line, Suite
+from ragorder.eval.running.suite import Experiment, Job, Line
 
 if TYPE_CHECKING:
     import numpy as np
@@ -135,13 +135,11 @@ class Locality(Experiment):
     facts = ("nprobe",)
     policies: ClassVar[Any] = tuple(_ORDERS)
     unit = "searches"
+    sized_by = "questions"
     counts = "policies"
     packages: ClassVar[Any] = {"faiss": "retrieval"}
     one_job = True
     tables: ClassVar[Any] = ((_FINAL, _ENDS, *_FACTS),)
-
-    def requests(self, suite: Suite, cell: LocalityCell) -> int:
-        return min(cell.questions, self.options.limit or cell.questions)
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         import numpy as np

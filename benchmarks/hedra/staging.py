@@ -66,6 +66,7 @@ class Staging(Experiment):
     columns = ("plain_ms", "added_ms")
     facts = ("stages",)
     policies: ClassVar[Any] = (
+    sized_by = "queries"
         *(f"IVF {ratio:g} {growth}" for ratio in RATIOS for growth in ("equal", "geometric")),
         *(f"HNSW {ef_search}" for ef_search in (64, 256)),
     )
@@ -86,9 +87,6 @@ class Staging(Experiment):
             note=lambda block: f"Medians of {len(block.first.rows['plain_ms'])} queries, CPU time.",
         ),
     )
-
-    def requests(self, suite: Suite, cell: StagingCell) -> int:
-        return min(cell.queries, self.options.limit or cell.queries)
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         cell: StagingCell = job.cell

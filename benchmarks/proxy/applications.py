@@ -20,7 +20,7 @@ from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.report.declared import Column, Row, TableForm, figure
 from ragorder.eval.report.words import format_number
 from ragorder.eval.running.cells import SuiteCell, one_of
-from ragorder.eval.running.suite import Experiment, Job, Line, Suite
+from ragorder.eval.running.suite import Experiment, Job, Line
 
 _WORDS = "order refund invoice carrier label engine window policy account holder parcel battery".split()  # noqa: SIM905
 _TOPICS, _DOCUMENTS = 14, 60
@@ -89,9 +89,6 @@ class Applications(Experiment):
             policies=("proxied",),
         )
     ]
-
-    def requests(self, suite: Suite, cell: ApplicationCell) -> int:
-        return min(cell.requests, self.options.limit or cell.requests)
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         import asyncio

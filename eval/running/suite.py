@@ -310,6 +310,8 @@ class Experiment(Kind, ABC):
     policies: ClassVar[Collection[str] | None] = None
     """Those that a suite may name; None: see `check`."""
     unit: ClassVar[str] = "requests"
+    sized_by: ClassVar[str] = "requests"
+    """The parameter of a cell that says how many are measured, unless the suite or --limit does."""
     """What the progress bar counts."""
     counts: ClassVar[Literal["requests", "policies"]] = "requests"
     """What a measurement announces to the progress bar, unless `steps` says otherwise."""
@@ -416,7 +418,7 @@ class Experiment(Kind, ABC):
         return [(policy,) for policy in policies]
 
     def requests(self, suite: Suite, cell: Any) -> int:
-        asked: int = getattr(cell, "requests", suite.requests)
+        asked: int = getattr(cell, self.sized_by, suite.requests)
         return min(asked, self.options.limit or asked)
 
     def corpus(self, cell: Any) -> Corpus | None:

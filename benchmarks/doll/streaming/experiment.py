@@ -12,7 +12,7 @@ from ragorder.benchmarks.doll.streaming.cells import SLOTS, StreamingCell
 from ragorder.eval.report.declared import Block, Column, TableForm, figure, policy_column, ratio
 from ragorder.eval.report.words import format_number
 from ragorder.eval.running.record import Record
-from ragorder.eval.running.suite import Experiment, Job, Line, Suite
+from ragorder.eval.running.suite import Experiment, Job, Line
 
 
 def step_s(run: Record) -> float:
@@ -60,6 +60,7 @@ class Streaming(Experiment):
     facts = ("stream_s", "compute_s")
     policies: ClassVar[Any] = tuple(SLOTS)
     unit = "steps"
+    sized_by = "steps"
     packages: ClassVar[Any] = {"torch": "torch", "transformers": "torch"}
     one_job = True
     tables = (
@@ -72,9 +73,6 @@ class Streaming(Experiment):
             note=_note,
         ),
     )
-
-    def requests(self, suite: Suite, cell: StreamingCell) -> int:
-        return min(cell.steps, self.options.limit or cell.steps)
 
     def steps(self, job: Job) -> int:
         return len(job.policies) * int(job.cell.repeats) * job.requests
