@@ -1,10 +1,7 @@
 """Formats of logs, by the name of the option: ragorder's own, and exports of other software."""
 
 from ragorder.eval.replay.formats.base import ExportLine, OwnLine
-from ragorder.eval.replay.formats.langfuse import LangfuseObservation
-from ragorder.eval.replay.formats.langsmith import LangSmithRun
-from ragorder.eval.replay.formats.litellm import LiteLLMSpendLog
-from ragorder.eval.replay.formats.mooncake import MooncakeRequest
+from ragorder.eval.replay.formats.exports import LangfuseObservation, LangSmithRun, LiteLLMSpendLog, MooncakeRequest
 from ragorder.eval.replay.formats.otel import MLflowTrace, OTelTraces
 
 __all__ = ["FORMATS", "ExportLine"]
