@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from statistics import fmean
 from typing import Any, Literal, Self
 
+from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.declared import Column
 from ragorder.eval.report.groups import RecordGroup, group_runs
+from ragorder.eval.report.lines import draw_lines, from_zero
 from ragorder.eval.report.metrics import Metric
 from ragorder.eval.report.statistics import PairedDifference, Statistic, compare, compare_seeds
-from ragorder.eval.report.tables import Entry
+from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, format_number
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
@@ -48,6 +50,21 @@ def faster_entry(group: RecordGroup[Any], policy: str, baseline: str, *, interva
         low, high = (format_number(faster(end), 2) for end in (compared.high, compared.low))
         note += f" [{low}, {high}]"
     return Entry(shown, note=note, verdict=compared.verdict if compared.known else "")
+
+
+def draw_table(table: Table, x: str, y: str, *, rows: Mapping[str, str]) -> Picture:
+    """Return a picture of the numbers in these `rows` of a table along its columns, each with the look of a policy."""
+    ticks = table.headings[table.labels :]
+    lines: dict[str, list[tuple[float, float]]] = {}
+    said = []
+    for name, *entries in ([each.text for each in row] for row in table.rows):
+        known = [(place, text) for place, text in enumerate(entries) if text not in ("", "–")]
+        if name in rows and known:
+            lines[name] = [(place, float(text.replace(",", ""))) for place, text in known]
+            said.append(f"{name}: {', '.join(f'{ticks[place]} {text}' for place, text in known)}")
+
+    alt = "; ".join(said)
+    return draw_lines(table.title, lines, x, y, alt=alt, looks=rows, ticks=ticks, adjust=from_zero)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from zlib import crc32
 import numpy as np
 from pydantic import Field
 
-from ragorder.benchmarks.common.reports import interval_words
 from ragorder.benchmarks.common.served import mean_s, seed_by_seed
 from ragorder.benchmarks.common.vectors import build_index
 from ragorder.benchmarks.common.virtual.costs import EngineCosts, SearchCosts
@@ -35,7 +34,7 @@ from ragorder.benchmarks.hedra.workflows.script import (
 )
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.report.declared import Column, Row, TableForm, figure, policy_column, ratio
-from ragorder.eval.report.words import format_number
+from ragorder.eval.report.words import format_number, interval_words
 from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.eval.running.suite import Experiment, Job, Line
 from ragorder.pipelining import EngineLoad, prefill_batch

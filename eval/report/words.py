@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ragorder.eval.report.statistics import PairedDifference
@@ -76,6 +76,15 @@ def change_words(comparison: PairedDifference, decimals: int = 1) -> str:
         return f"{shown} [{NO_INTERVAL}]"
     low, high = (signed(scale * end, decimals) for end in (comparison.low, comparison.high))
     return f"{shown} [{low}, {high}]"
+
+
+def interval_words(
+    comparison: PairedDifference, decimals: int = 1, scale: Callable[[float], float] = lambda difference: difference
+) -> str:
+    if not comparison.known:
+        return NO_INTERVAL
+    low, high = sorted(map(scale, (comparison.low, comparison.high)))
+    return f"[{format_number(low, decimals)}, {format_number(high, decimals)}]"
 
 
 def verdict_words(comparison: PairedDifference) -> str:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ragorder.benchmarks.common.reports import draw_table
-from ragorder.benchmarks.common.served import Cells, cells_along, faster_entry
+from ragorder.benchmarks.common.served import Cells, cells_along, draw_table, faster_entry
 from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.report.part import Part

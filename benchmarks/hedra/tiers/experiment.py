@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from ragorder.benchmarks.common.reports import draw_table
-from ragorder.benchmarks.common.served import Cells, cells_along, faster_entry
+from ragorder.benchmarks.common.served import Cells, cells_along, draw_table, faster_entry
 from ragorder.benchmarks.common.vectors import build_index, clustered, embedded
 from ragorder.benchmarks.hedra.locality import skew
 from ragorder.eval.report.groups import RecordGroup

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ragorder.benchmarks.common.reports import interval_words
 from ragorder.benchmarks.common.served import late_s, mean_s, seed_by_seed, share_column
 from ragorder.benchmarks.common.vectors import embedded
 from ragorder.benchmarks.hedra.workflows.cells import System
@@ -24,7 +23,7 @@ from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.retrieval import DenseRetriever
 from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.report.declared import Block, Column, Row, TableForm, figure
-from ragorder.eval.report.words import format_number
+from ragorder.eval.report.words import format_number, interval_words
 from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.eval.running.load import rotated
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite

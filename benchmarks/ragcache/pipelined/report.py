@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ragorder.benchmarks.common.reports import interval_words
 from ragorder.benchmarks.ragcache.pipelined.experiment import PipeliningRecord
 from ragorder.eval.report.compared import Compared
 from ragorder.eval.report.metrics import TBT_P50, TTFT_P50, Metric
@@ -17,6 +16,7 @@ from ragorder.eval.report.words import (
     THIN,
     change_words,
     format_number,
+    interval_words,
     seeds_by_row,
     served_words,
     signed,

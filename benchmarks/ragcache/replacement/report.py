@@ -8,7 +8,6 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from ragorder.benchmarks.common.reports import interval_words
 from ragorder.benchmarks.ragcache.replacement.experiment import KIB_PER_TOKEN, ReplacementRecord
 from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.compared import Compared
@@ -23,6 +22,7 @@ from ragorder.eval.report.words import (
     THIN,
     axis_words,
     format_number,
+    interval_words,
     seeds_by_row,
     served_words,
     verdict_words,
