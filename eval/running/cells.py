@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Annotated, Any, Self, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -12,7 +11,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, Validat
 from ragorder.common.counts import parse_count
 from ragorder.errors import RagorderError
 from ragorder.eval.data.names import unknown
-from ragorder.eval.running.record import Cell
 
 STRICT = ConfigDict(extra="forbid", frozen=True)
 
@@ -113,19 +111,6 @@ class Display(BaseModel):
     chart: str
     x: str | None = None
     metrics: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PaperRow:
-    label: str
-    policy: str | None
-    hardware: str
-    unit: str
-    at: Cell
-    values: Mapping[str, float | str]
-
-    def matches(self, cell: Cell) -> bool:
-        return all(name not in cell or cell[name] == value for name, value in self.at.items())
 
 
 class Reduced(BaseModel):

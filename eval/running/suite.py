@@ -29,11 +29,11 @@ from ragorder.common.jsonl import decode_toml
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.corpora.loader import CorpusLoader
 from ragorder.eval.data.names import unknown
-from ragorder.eval.running.cells import STRICT, Display, PaperRow, Reduced, SuiteCell, SuiteError, complaint
+from ragorder.eval.running.cells import STRICT, Display, Reduced, SuiteCell, SuiteError, complaint
 from ragorder.eval.running.load import Progress, silent
 from ragorder.eval.running.options import Options
 from ragorder.eval.running.policies import POLICIES
-from ragorder.eval.running.record import Record, declared_record
+from ragorder.eval.running.record import Cell, Record, declared_record
 from ragorder.eval.running.store import Store
 
 PAPERS = ("RAGCache++", "RAGCache", "FusionRAG", "HedraRAG", "RAGDoll")
@@ -57,7 +57,7 @@ class PaperLine(BaseModel):
     hardware: str = ""
     unit: str = ""
     note: str = ""
-    cell: Mapping[str, Any] = {}
+    cell: Cell = {}
 
     @model_validator(mode="after")
     def _named(self) -> Self:
@@ -73,6 +73,15 @@ class PaperLine(BaseModel):
     @property
     def figures(self) -> Mapping[str, Any]:
         return self.model_extra or {}
+
+    def split(self, parameters: Collection[str]) -> Self:
+        """Return the row with the figures that are parameters in its cell."""
+        at = {name: value for name, value in self.figures.items() if name in parameters}
+        kept = {name: value for name, value in self if name not in at}
+        return self.model_construct(**{**kept, "cell": {**self.cell, **at}})
+
+    def matches(self, cell: Cell) -> bool:
+        return all(name not in cell or cell[name] == value for name, value in self.cell.items())
 
 
 class Suite(BaseModel):
@@ -145,20 +154,10 @@ class Suite(BaseModel):
         return any(word in (self.name, self.report.chart, *self.report.metrics) for word in words)
 
     @property
-    def paper_rows(self) -> list[PaperRow]:
+    def paper_rows(self) -> list[PaperLine]:
         """The paper's numbers, parameters of the cell told from figures."""
         parameters = {name for point in self.points for name in point}
-        return [
-            PaperRow(
-                label=row.label or "",
-                policy=row.policy,
-                hardware=row.hardware,
-                unit=row.unit,
-                at={**row.cell, **{name: value for name, value in row.figures.items() if name in parameters}},
-                values={name: value for name, value in row.figures.items() if name not in parameters},
-            )
-            for row in self.paper
-        ]
+        return [row.split(parameters) for row in self.paper]
 
     @property
     def group(self) -> str:
@@ -310,9 +309,9 @@ class Experiment(Kind, ABC):
     policies: ClassVar[Collection[str] | None] = None
     """Those that a suite may name; None: see `check`."""
     unit: ClassVar[str] = "requests"
+    """What the progress bar counts."""
     sized_by: ClassVar[str] = "requests"
     """The parameter of a cell that says how many are measured, unless the suite or --limit does."""
-    """What the progress bar counts."""
     counts: ClassVar[Literal["requests", "policies"]] = "requests"
     """What a measurement announces to the progress bar, unless `steps` says otherwise."""
     counted: ClassVar[Literal["runs", "quality"]] = "runs"

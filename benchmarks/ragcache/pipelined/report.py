@@ -22,10 +22,9 @@ from ragorder.eval.report.words import (
     signed,
     verdict_words,
 )
-from ragorder.eval.running.cells import PaperRow
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import key_of
-from ragorder.eval.running.suite import Suite
+from ragorder.eval.running.suite import PaperLine, Suite
 
 if TYPE_CHECKING:
     from ragorder.eval.running.record import Floats
@@ -282,12 +281,12 @@ def _search(line: PipeliningRecord) -> str:
     return f"{words}, cautious" if cell.get("cautious") else words
 
 
-def _beside(suite: Suite, lines: _Group) -> list[PaperRow]:
+def _beside(suite: Suite, lines: _Group) -> list[PaperLine]:
     cell = lines[0].cell
     if cell["measure"] == "speculation" and not cell.get("search_ms"):
         return []
     return [
-        row for row in suite.paper_rows if row.at and all(cell.get(name) == value for name, value in row.at.items())
+        row for row in suite.paper_rows if row.cell and all(cell.get(name) == value for name, value in row.cell.items())
     ]
 
 

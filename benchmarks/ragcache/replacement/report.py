@@ -309,7 +309,7 @@ def _room(tokens: float, kib_per_token: int) -> str:
 def _beside(suite: Suite, group: _Group) -> Entry:
     for row in suite.paper_rows:
         times = [number(row, name) for name in ("pgdsf", "gdsf", "lru", "lfu")]
-        if row.at and all(group.cell.get(name) == value for name, value in row.at.items()) and None not in times:
+        if row.cell and all(group.cell.get(name) == value for name, value in row.cell.items()) and None not in times:
             return Entry(", ".join(format_number(time, 2) for time in times), "PGDSF, GDSF, LRU, LFU")
     return Entry("–")
 
