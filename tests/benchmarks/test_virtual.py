@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import random
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -21,12 +19,11 @@ np = pytest.importorskip("numpy")
 from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.benchmarks.common.virtual.costs import EngineCosts, SearchCosts
 from ragorder.benchmarks.common.virtual.engine import VirtualEngine
-from ragorder.benchmarks.common.virtual.loop import DeadlockError, Servers, run_virtual
+from ragorder.benchmarks.common.virtual.loop import DeadlockError, run_virtual
 from ragorder.benchmarks.common.virtual.search import VirtualIVF, WholeSearches
 from ragorder.pipelining.search import History
 
 COSTS = EngineCosts(step_s=0.01, prefill_token_s=0.001, context_token_s=0.0, capacity_tokens=640)
-jobs = st.lists(st.tuples(st.integers(1, 10), st.integers(0, 20)), min_size=1, max_size=30)
 
 
 def now() -> float:
@@ -81,45 +78,20 @@ class TestTheLoop:
         run_virtual(main())
         assert seen == sorted(seen)
 
-
-class TestServers:
-    @given(jobs, st.integers(1, 4))
-    def test_conserve_work_and_serve_in_order(self, gaps_and_work: list[tuple[int, int]], count: int) -> None:
-        """As a heap of free servers does: none is idle while a job waits."""
-        at_s = list(accumulate(gap for gap, _ in gaps_and_work))
-        given_jobs = [(each, seconds) for each, (_, seconds) in zip(at_s, gaps_and_work, strict=True)]
-        ends: dict[int, float] = {}
-
-        async def main() -> float:
-            servers = Servers(count)
-
-            async def job(number: int, at_s: float, seconds: float) -> None:
-                await asyncio.sleep(at_s)
-                await servers.serve(seconds)
-                ends[number] = now()
-
-            await asyncio.gather(*(job(number, *each) for number, each in enumerate(given_jobs)))
-            return servers.busy_s
-
-        assert run_virtual(main()) == pytest.approx(sum(seconds for _, seconds in given_jobs))
-        free_s = [0.0] * count
-        for number, (came_s, seconds) in enumerate(given_jobs):
-            heapq.heapreplace(free_s, end_s := max(free_s[0], came_s) + seconds)
-            assert ends[number] == pytest.approx(end_s)
-
     @pytest.mark.parametrize("load", [0.5, pytest.param(0.8, marks=pytest.mark.slow)])
-    def test_of_deterministic_work_wait_as_queueing_theory_says(self, load: float) -> None:
+    def test_lets_jobs_of_one_server_wait_as_queueing_theory_says(self, load: float) -> None:
         """M/D/1: load / 2 (1 - load) service times, within 3 %."""
         draw = random.Random(1)
         waits_s: list[float] = []
 
         async def main() -> None:
-            server = Servers()
+            server = asyncio.Semaphore()
 
             async def job() -> None:
                 start_s = now()
-                await server.serve(1.0)
-                waits_s.append(now() - start_s - 1.0)
+                async with server:
+                    waits_s.append(now() - start_s)
+                    await asyncio.sleep(1.0)
 
             async with asyncio.TaskGroup() as group:
                 for _ in range(40_000):
@@ -128,18 +100,6 @@ class TestServers:
 
         run_virtual(main())
         assert sum(waits_s) / len(waits_s) == pytest.approx(load / (2 * (1 - load)), rel=0.03)
-
-    def test_let_a_cancelled_job_go(self) -> None:
-        async def main() -> tuple[float, float]:
-            server = Servers()
-            first = asyncio.create_task(server.serve(10))
-            second = asyncio.create_task(server.serve(1))
-            await asyncio.sleep(2)
-            first.cancel()
-            await second
-            return now(), server.busy_s
-
-        assert run_virtual(main()) == (3, 3)
 
 
 @dataclass(frozen=True)

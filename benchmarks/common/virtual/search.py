@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragorder.benchmarks.common.virtual.costs import SearchCosts
-from ragorder.benchmarks.common.virtual.loop import Servers
 from ragorder.pipelining.search import Budget, ContinuousIVF
 from ragorder.pipelining.search.costs import PieceLimit
 from ragorder.pipelining.search.running import RunningSearch
@@ -80,7 +79,7 @@ class WholeSearches:
         self._costs = costs
         self._sizes = np.fromiter(map(index.get_list_size, range(index.nlist)), np.int64, index.nlist)
         self._scale = costs.vectors_of(index)
-        self._cores = Servers(costs.busy_cores)
+        self._cores = asyncio.Semaphore(costs.busy_cores)
         self._batched = batched
         self._dealt = dealt
         self._waiting: list[tuple[float, asyncio.Future[None]]] = []
@@ -93,7 +92,8 @@ class WholeSearches:
         if self._batched:
             await self._in_batch(codes)
         else:
-            await self._cores.serve(self._costs.scan_seconds(codes))
+            async with self._cores:
+                await asyncio.sleep(self._costs.scan_seconds(codes))
         _, ids = self._index.search(query, k)
         found: NDArray[np.int64] = ids[0]
         return found
