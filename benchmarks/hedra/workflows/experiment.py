@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from ragorder.benchmarks.common.served import late_s, mean_s, share
+from ragorder.benchmarks.common.served import Cells, cells_along, late_s, mean_s, share
 from ragorder.benchmarks.common.vectors import build_index, embedded
 from ragorder.benchmarks.hedra.workflows.cells import CLUSTERS, System, WorkflowsCell
 from ragorder.common.files import cache_folder
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.retrieval import DenseRetriever
+from ragorder.eval.report.groups import RecordGroup
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import format_number, range_words
@@ -136,177 +137,156 @@ _COSTS = (
 )
 
 
-class _Setting(NamedTuple):
-    """What runs of a table have in common."""
-
-    workflow: str
-    share: float
-    nprobe: int
-    cores: int
-    model: str
-    top_k: int
-    fast: float
-    fast_ns: float
-
-    @classmethod
-    def of(cls, cell: WorkflowsCell) -> _Setting:
-        return cls(cell.workflow, cell.share, cell.nprobe, cell.cores, cell.model, cell.top_k, cell.fast, cell.fast_ns)
-
-    def words(self, others: Iterable[_Setting]) -> str:
-        """With what differs among the others, too."""
-        others = list(others)
-        first, *second = self.workflow.split("+")
-        name = f"{first} and {second[0]}" if second else first
-        if second and len({each.share for each in others}) > 1:
-            name += f", {format_number(100 * self.share, 0)} % {first}"
-        said = [name, f"nprobe {self.nprobe}"]
-        said += [f"{self.cores} cores"] * (len({each.cores for each in others}) > 1)
-        said += [self.model] * (len({each.model for each in others}) > 1)
-        said += [f"top {self.top_k}"] * (len({each.top_k for each in others}) > 1)
-        if len({(each.fast, each.fast_ns) for each in others}) > 1:
-            said.append(
-                f"{format_number(100 * self.fast, 0)} % on the GPU at {format_number(self.fast_ns)} ns a vector"
-            )
-        return ", ".join(said)
-
-
-_Runs = dict[_Setting, dict[str, dict[float, list[Record]]]]
-
-
 def make_part(suite: Suite, results: Results) -> Part:
-    runs: _Runs = {}
-    for record in results.of(Workflows.record, suite.name):
-        cell = WorkflowsCell.read(record.cell, suite.name)
-        runs.setdefault(_Setting.of(cell), {}).setdefault(record.policy, {}).setdefault(cell.rate, []).append(record)
-    if not runs:
+    settings = cells_along("rate", Workflows, suite, results)
+    if not settings:
         return Part()
     if suite.report.chart == "compared":
-        return Part(list(_compared(runs, suite.baseline)), words=_COSTS)
+        return Part(list(_compared(settings, suite.baseline)), words=_COSTS)
     tables = {"offline": _offline, "speculation": _speculation}.get(suite.report.chart, _serving)
-    return Part(list(tables(runs)), words=_COSTS)
+    return Part(list(tables(settings)), words=_COSTS)
 
 
-def _serving(runs: _Runs) -> Iterator[Table]:
-    policies = _policies(runs)
+def _name(cells: Cells, settings: Sequence[Cells]) -> str:
+    """What the runs of a table have in common, with what differs among the others, too."""
+    cell: WorkflowsCell = cells[0][0]
+    others: list[WorkflowsCell] = [each[0][0] for each in settings]
+    first, *second = cell.workflow.split("+")
+    name = f"{first} and {second[0]}" if second else first
+    if second and len({each.share for each in others}) > 1:
+        name += f", {format_number(100 * cell.share, 0)} % {first}"
+    said = [name, f"nprobe {cell.nprobe}"]
+    said += [f"{cell.cores} cores"] * (len({each.cores for each in others}) > 1)
+    said += [cell.model] * (len({each.model for each in others}) > 1)
+    said += [f"top {cell.top_k}"] * (len({each.top_k for each in others}) > 1)
+    if len({(each.fast, each.fast_ns) for each in others}) > 1:
+        said.append(f"{format_number(100 * cell.fast, 0)} % on the GPU at {format_number(cell.fast_ns)} ns a vector")
+    return ", ".join(said)
+
+
+def _serving(settings: Sequence[Cells]) -> Iterator[Table]:
+    policies = _policies(settings)
     table = Table("Requests a second at a mean latency of 10 s", ["", *policies])
-    for setting, systems in runs.items():
-        most = {policy: _sustained(systems.get(policy, {})) for policy in policies}
-        table.add(setting.words(runs), *(_rate_entry(most[policy], most.get("flashrag")) for policy in policies))
+    for cells in settings:
+        most = {policy: _sustained(cells, policy) for policy in policies}
+        table.add(_name(cells, settings), *(_rate_entry(most[policy], most.get("flashrag")) for policy in policies))
     table.note = "Interpolated between the rates that were run. Below it: times that of whole searches batched."
     yield table
 
     table = Table("Mean latency, times shorter than whole searches batched", ["", *policies])
-    for setting, systems in runs.items():
-        theirs = systems.get("flashrag", {})
-        table.add(setting.words(runs), *(_times(systems.get(policy, {}), theirs, mean_s) for policy in policies))
+    for cells in settings:
+        table.add(_name(cells, settings), *(_times(cells, policy) for policy in policies))
     table.note = "Least to most of the rates."
     yield table
 
-    for setting, systems in runs.items():
-        rates = _rates(systems)
-        table = Table(f"Mean latency, s: {setting.words(runs)}", ["", *(f"{rate:g}/s" for rate in rates)])
+    for cells in settings:
+        table = _by_rate(cells, settings)
         for policy in policies:
-            table.add(_words(policy), *(_latency_entry(systems.get(policy, {}).get(rate)) for rate in rates))
+            table.add(_words(policy), *(_latency_entry(_runs(group, policy)) for _, group in cells))
         table.note = "Below it: the 99th percentile."
         yield table
-    yield _cached(runs)
+    yield _cached(settings)
 
 
-def _offline(runs: _Runs) -> Iterator[Table]:
-    policies = _policies(runs)
+def _offline(settings: Sequence[Cells]) -> Iterator[Table]:
+    policies = _policies(settings)
     table = Table("Time until all are answered, s", ["", *policies])
-    for setting, systems in runs.items():
-        ours = _mean(systems.get(_OURS, {}).get(0.0), _total_s)
+    for cells in settings:
+        _, group = cells[0]
+        ours = _mean(_runs(group, _OURS), _total_s)
         row = []
         for policy in policies:
-            seconds = _mean(systems.get(policy, {}).get(0.0), _total_s)
+            seconds = _mean(_runs(group, policy), _total_s)
             note = f"{format_number(seconds / ours, 2)} of ours" if seconds and ours and policy != _OURS else ""
             row.append(Entry(format_number(seconds), note))
-        table.add(setting.words(runs), *row)
+        table.add(_name(cells, settings), *row)
     yield table
-    yield _cached(runs)
+    yield _cached(settings)
 
 
-def _speculation(runs: _Runs) -> Iterator[Table]:
-    policies = _policies(runs)
-    for setting, systems in runs.items():
-        rates = _rates(systems)
-        table = Table(f"Mean latency, s: {setting.words(runs)}", ["", *(f"{rate:g}/s" for rate in rates)])
+def _speculation(settings: Sequence[Cells]) -> Iterator[Table]:
+    policies = _policies(settings)
+    for cells in settings:
+        table = _by_rate(cells, settings)
         for policy in policies:
-            row = [systems.get(policy, {}).get(rate) for rate in rates]
+            row = [_runs(group, policy) for _, group in cells]
             table.add(_words(policy), *(Entry(format_number(_mean(each, mean_s), 2), _odds(each)) for each in row))
-        theirs = [systems.get(policy, {}) for policy in ("ragcache", "ralmspec")]
-        best = [min(filter(None, (_mean(each.get(rate), mean_s) for each in theirs)), default=None) for rate in rates]
-        ours = [_mean(systems.get(_OURS, {}).get(rate), mean_s) for rate in rates]
-        ratios = [their / our if their and our else None for their, our in zip(best, ours, strict=True)]
+        ratios = []
+        for _, group in cells:
+            ours, *theirs = (_mean(_runs(group, policy), mean_s) for policy in (_OURS, "ragcache", "ralmspec"))
+            best = min(filter(None, theirs), default=None)
+            ratios.append(best / ours if best and ours else None)
         table.add("best of the two / ours", *(format_number(ratio, 2) for ratio in ratios))
         table.note = "Below it: speculative generations that turned out right, of those that ran."
         yield table
-    yield from _ahead(runs)
+    yield from _ahead(settings)
 
 
-def _ahead(runs: _Runs) -> Iterator[Table]:
+def _ahead(settings: Sequence[Cells]) -> Iterator[Table]:
     kinds = {"": "generations", "near_": "of these one stage ahead", "search_": "searches"}
     table = Table("Right of what ran speculatively, %", ["", *kinds.values()])
-    for setting, systems in runs.items():
-        for policy, rates in systems.items():
-            records = [record for each in rates.values() for record in each if "near_speculations" in record.facts]
+    for cells in settings:
+        for policy in _policies([cells]):
+            records = [record for record in _all_runs(cells, policy) if "near_speculations" in record.facts]
             shares = [share(records, f"{kind}right", f"{kind}speculations") for kind in kinds]
             if any(share is not None for share in shares):
                 shown = (format_number(None if share is None else 100 * share) for share in shares)
-                table.add(f"{setting.words(runs)}: {_words(policy)}", *shown)
+                table.add(f"{_name(cells, settings)}: {_words(policy)}", *shown)
     table.note = "One stage ahead: on what a due search has found so far, as the paper counts. All rates together."
     if table.rows:
         yield table
 
 
-def _compared(runs: _Runs, baseline: str) -> Iterator[Table]:
-    policies = _policies(runs)
-    for setting, systems in runs.items():
-        rates = _rates(systems)
-        table = Table(f"Mean latency, s: {setting.words(runs)}", ["", *(f"{rate:g}/s" for rate in rates)])
+def _compared(settings: Sequence[Cells], baseline: str) -> Iterator[Table]:
+    policies = _policies(settings)
+    for cells in settings:
+        table = _by_rate(cells, settings)
         for policy in policies:
-            row = [systems.get(policy, {}).get(rate) for rate in rates]
-            theirs = [systems.get(baseline, {}).get(rate) for rate in rates]
+            row = [_runs(group, policy) for _, group in cells]
+            theirs = [_runs(group, baseline) if policy != baseline else [] for _, group in cells]
             table.add(_words(policy), *map(_against, row, theirs))
             if (shares := [_fast_share(each) for each in row]) and any(shares):
                 table.add("on the GPU, % of the vectors scanned", *shares)
         table.note = f"Below it: times shorter than {_words(baseline)}, the mean and the 99th percentile."
         yield table
-    yield _cached(runs)
+    yield _cached(settings)
 
 
-def _against(records: Sequence[Record] | None, theirs: Sequence[Record] | None) -> Entry:
+def _against(records: Sequence[Record], theirs: Sequence[Record]) -> Entry:
     ours_s, their_s = _mean(records, mean_s), _mean(theirs, mean_s)
-    if not ours_s or not their_s or records is theirs:
+    if not ours_s or not their_s:
         return Entry(format_number(ours_s, 2))
     late = (_mean(theirs, late_s) or 0.0) / (_mean(records, late_s) or math.inf)
     return Entry(format_number(ours_s, 2), f"{format_number(their_s / ours_s, 2)}, {format_number(late, 2)}")
 
 
-def _fast_share(records: Sequence[Record] | None) -> str:
-    shares = [record.facts["fast_share"] for record in records or () if "fast_share" in record.facts]
+def _fast_share(records: Sequence[Record]) -> str:
+    shares = [record.facts["fast_share"] for record in records if "fast_share" in record.facts]
     return format_number(100 * fmean(shares)) if shares else ""
 
 
-def _cached(runs: _Runs) -> Table:
-    policies = _policies(runs)
+def _cached(settings: Sequence[Cells]) -> Table:
+    policies = _policies(settings)
     table = Table("Prompt tokens found in the engine's cache, %", ["", *policies])
-    for setting, systems in runs.items():
+    for cells in settings:
         row = []
         for policy in policies:
-            records = [record for each in systems.get(policy, {}).values() for record in each]
+            records = _all_runs(cells, policy)
             later = share(records, "later_cached_tokens", "later_prompt_tokens")
             note = "" if later is None else f"after a request's first {format_number(100 * later)}"
             computed = share(records, "computed_tokens", "prompt_tokens")
             row.append(Entry(format_number(None if computed is None else 100 * (1 - computed)), note))
-        table.add(setting.words(runs), *row)
+        table.add(_name(cells, settings), *row)
     table.note = "Of all rates, speculations included. Below it: in the generations after a request's first one."
     return table
 
 
-def _policies(runs: _Runs) -> list[str]:
-    measured = {policy for systems in runs.values() for policy in systems}
+def _by_rate(cells: Cells, settings: Sequence[Cells]) -> Table:
+    return Table(f"Mean latency, s: {_name(cells, settings)}", ["", *(f"{cell.rate:g}/s" for cell, _ in cells)])
+
+
+def _policies(settings: Sequence[Cells]) -> list[str]:
+    measured = {policy for cells in settings for _, group in cells for policy in group.policies}
     return [policy for policy in SYSTEMS if policy in measured]
 
 
@@ -314,41 +294,47 @@ def _words(policy: str) -> str:
     return SYSTEMS[policy].words
 
 
-def _rates(systems: dict[str, dict[float, list[Record]]]) -> list[float]:
-    return sorted({rate for rates in systems.values() for rate in rates})
+def _runs(group: RecordGroup[Record], policy: str) -> list[Record]:
+    return [*group.policies.get(policy, {}).values()]
+
+
+def _all_runs(cells: Cells, policy: str) -> list[Record]:
+    return [record for _, group in cells for record in _runs(group, policy)]
 
 
 def _total_s(record: Record) -> float:
     return float(record.facts["total_s"])
 
 
-def _mean(records: Sequence[Record] | None, figure: Callable[[Record], float]) -> float | None:
+def _mean(records: Sequence[Record], figure: Callable[[Record], float]) -> float | None:
     return fmean(map(figure, records)) if records else None
 
 
-def _latency_entry(records: Sequence[Record] | None) -> Entry:
+def _latency_entry(records: Sequence[Record]) -> Entry:
     if not records:
         return Entry("–")
     return Entry(format_number(_mean(records, mean_s), 2), format_number(_mean(records, late_s), 2))
 
 
-def _odds(records: Sequence[Record] | None) -> str:
-    right = share(records or (), "right", "speculations")
+def _odds(records: Sequence[Record]) -> str:
+    right = share(records, "right", "speculations")
     return "" if right is None else f"{format_number(100 * right)} %"
 
 
-def _sustained(rates: dict[float, list[Record]]) -> tuple[str, float | None]:
+def _sustained(cells: Cells, policy: str) -> tuple[str, float | None]:
     """The rate at which the mean latency is 10 s, as text, and as a number unless it lies beyond those run."""
     before: tuple[float, float] | None = None
-    for rate in sorted(rates):
-        latency_s = _mean(rates[rate], mean_s) or 0.0
+    for cell, group in cells:
+        latency_s = _mean(_runs(group, policy), mean_s)
+        if latency_s is None:
+            continue
         if latency_s > _SLO_S:
             if before is None:
-                return f"< {rate:g}", None
+                return f"< {cell.rate:g}", None
             part = (_SLO_S - before[1]) / (latency_s - before[1])
-            found = before[0] + part * (rate - before[0])
+            found = before[0] + part * (cell.rate - before[0])
             return format_number(found), found
-        before = rate, latency_s
+        before = cell.rate, latency_s
     return ("–", None) if before is None else (f"> {before[0]:g}", None)
 
 
@@ -357,11 +343,7 @@ def _rate_entry(rate: tuple[str, float | None], theirs: tuple[str, float | None]
     return Entry(rate[0], "" if times is None or rate == theirs else f"{format_number(times, 2)} times")
 
 
-def _times(
-    ours: dict[float, list[Record]],
-    theirs: dict[float, list[Record]],
-    figure: Callable[[Record], float],
-) -> str:
-    pairs = [(_mean(ours[rate], figure), _mean(theirs[rate], figure)) for rate in ours if rate in theirs]
+def _times(cells: Cells, policy: str) -> str:
+    pairs = [[_mean(_runs(group, each), mean_s) for each in (policy, "flashrag")] for _, group in cells]
     ratios = [their / our for our, their in pairs if our and their]
     return range_words(ratios, 2) if ratios else "–"
