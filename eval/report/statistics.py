@@ -148,6 +148,34 @@ def compare(
     return PairedDifference(plain, changed, middle, low, high, verdict, relative, requests, by_seed)
 
 
+def bootstrap(
+    values: Sequence[float],
+    statistic: Callable[..., Any],
+    *,
+    resamples: int,
+    confidence: float = _CONFIDENCE,
+    seed: int = 0,
+) -> tuple[float, float, float]:
+    """A statistic of the values, such as `numpy.median`, and its percentile bootstrap interval."""
+    import numpy as np
+
+    stats = need_scipy()
+    middle = float(statistic(values))
+    if min(values) == max(values):
+        # Every resample is the same, for which scipy has no interval.
+        return middle, middle, middle
+    low, high = stats.bootstrap(
+        (np.asarray(values, dtype=float),),
+        statistic,
+        n_resamples=resamples,
+        batch=max(1, 2_000_000 // len(values)),
+        confidence_level=confidence,
+        method="percentile",
+        random_state=np.random.default_rng(seed),
+    ).confidence_interval
+    return middle, float(low), float(high)
+
+
 def compare_seeds(
     baseline: Sequence[float],
     ours: Sequence[float],

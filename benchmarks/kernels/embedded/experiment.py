@@ -24,7 +24,7 @@ from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.compared import Mark, draw_marks
 from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.statistics import Statistic, StatisticsError, need_scipy
+from ragorder.eval.report.statistics import Statistic, StatisticsError, bootstrap
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import format_number
 from ragorder.eval.running.measures import percentile
@@ -176,18 +176,7 @@ def median(values: Sequence[float]) -> tuple[float, float, float]:
     """With its 95 % bootstrap interval."""
     import numpy as np
 
-    stats = need_scipy()
-    middle = float(np.median(values))
-    if len(set(values)) < 2:
-        return middle, middle, middle
-    found = stats.bootstrap(
-        (np.asarray(values, dtype=float),),
-        np.median,
-        n_resamples=2_000,
-        method="percentile",
-        random_state=np.random.default_rng(0),
-    ).confidence_interval
-    return middle, float(found.low), float(found.high)
+    return bootstrap(values, np.median, resamples=2_000)
 
 
 def make_part(suite: Suite, results: Results) -> Part:

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ragorder.common.jsonl import JSONLines
-from ragorder.eval.report.statistics import need_scipy
+from ragorder.eval.report.statistics import bootstrap, need_scipy
 
 if TYPE_CHECKING:
     from ragorder.eval.running.load import Progress
@@ -51,21 +51,7 @@ def bootstrap_difference(
         raise ValueError("there are no questions to compare")
     import numpy
 
-    stats = need_scipy()
-    mean = float(numpy.mean(differences))
-    if min(differences) == max(differences):
-        # Every resample is the same, for which scipy has no interval.
-        return mean, mean, mean
-    interval = stats.bootstrap(
-        (numpy.asarray(differences),),
-        numpy.mean,
-        n_resamples=_RESAMPLES,
-        batch=max(1, 2_000_000 // len(differences)),
-        confidence_level=confidence,
-        method="percentile",
-        random_state=numpy.random.default_rng(seed),
-    ).confidence_interval
-    return mean, float(interval.low), float(interval.high)
+    return bootstrap(differences, numpy.mean, resamples=_RESAMPLES, confidence=confidence, seed=seed)
 
 
 def summarise(lines: Iterable[Mapping[str, Any]], progress: Progress | None = None) -> list[Line]:
