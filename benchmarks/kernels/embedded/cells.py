@@ -30,6 +30,13 @@ EXACTLY = ", exact request"
 _HALVED = tuple(arm for arm, share in FUSED.items() if share < 1)
 _BLOCKED = (PREFIX, *(arm for arm, share in FUSED.items() if share != 0.3))
 TIERS = ("device", "host", "disk")
+
+
+def way_of(arm: str) -> str:
+    """Return an arm without its end."""
+    return arm.removesuffix(BLOCKING).removesuffix(HALF).removesuffix(EXACTLY)
+
+
 _OF_SETUPS = ("host", "replacement", "order", "replicas")
 _OF_SERVING = ("workload", "top_k", "requests", "warmup", "device", "fails_after", *_OF_SETUPS)
 _OF_PREFILL = ("documents", "document_tokens", "system_tokens", "question_tokens", "repeats")

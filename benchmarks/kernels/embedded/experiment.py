@@ -9,14 +9,13 @@ from typing import Any, Literal
 from ragorder.benchmarks.common.served import Speedup
 from ragorder.benchmarks.kernels.embedded.cells import (
     BLOCKING,
-    EXACTLY,
     FUSED,
-    HALF,
     NO_CACHE,
     NOTHING,
     PLAIN,
     TIERS,
     EmbeddedCell,
+    way_of,
 )
 from ragorder.benchmarks.kernels.embedded.models import ONE_THREAD, SHAPES, hardware, threads
 from ragorder.eval.engines.torch import TorchModel, lacks_torch
@@ -216,7 +215,7 @@ def _beside(group: _Group) -> Table:
     """Arms that differ in one thing alone."""
     table = Table(f"Beside the same without it: {_title(group)}", ["", "times shorter, CPU", "wall"])
     for arm in group.policies:
-        whole = arm.removesuffix(HALF).removesuffix(BLOCKING).removesuffix(EXACTLY)
+        whole = way_of(arm)
         if whole != arm and whole in group.policies:
             pair = group.runs(whole), group.runs(arm)
             table.rows.append([Entry(arm), _ratio(_speedup(*pair, "cpu_ms")), _ratio(_speedup(*pair, "wall_ms"))])

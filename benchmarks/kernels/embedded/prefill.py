@@ -7,7 +7,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -25,6 +25,7 @@ from ragorder.benchmarks.kernels.embedded.cells import (
     PREFIX,
     TIERS,
     EmbeddedCell,
+    way_of,
 )
 from ragorder.benchmarks.kernels.embedded.models import ask_again, draw_prompt, timed
 from ragorder.eval.engines.base import EngineError
@@ -59,11 +60,8 @@ def _serve_fused(model: TorchModel, cell: EmbeddedCell) -> Iterator[_Serve]:
     with tempfile.TemporaryDirectory(prefix="ragorder-fused-") as folder:
         if cell.stored == "disk":
             sizes |= {"disk_path": Path(folder), "disk_bytes": 2 * _KINDS * tokens * model.bytes_per_token}
-        engine = TorchEngine(model, block_size=cell.block_size, reuse="fused", **sizes)
-        try:
+        with _engine(model, cell.block_size, reuse="fused", **sizes) as engine:
             yield _Turns(engine, model.vocabulary, cell)
-        finally:
-            engine.close()
 
 
 class _Turns:
@@ -76,12 +74,12 @@ class _Turns:
     def __call__(self, arm: str, prompt: PromptIds, rng: random.Random) -> tuple[float, float, _TierTokens]:
         if not self._batch or self._batch[0] is not prompt:
             self._begin(prompt, rng)
-        way, blocking = _way(arm), arm.endswith(BLOCKING)
+        way, blocking = way_of(arm), arm.endswith(BLOCKING)
         requests = [self._request(way, each, _salt(arm)) for each in self._batch]
         if arm.endswith(EXACTLY):
             requests = [replace(each, fusion="exact") for each in requests]
         self._leave_device()
-        with _blocking_loads(self._engine) if blocking else _overlapped():
+        with _blocking_loads(self._engine) if blocking else nullcontext():
             done, wall_ms, cpu_ms = timed(lambda: self._engine.engine.generate(requests))
         for each in done:
             self._engine.completion(each)
@@ -178,23 +176,14 @@ class _Turns:
             )
 
 
-def _way(arm: str) -> str:
-    return arm.removesuffix(BLOCKING).removesuffix(HALF).removesuffix(EXACTLY)
-
-
 def _salt(arm: str) -> str:
     """What an arm computes exactly, another one must not find."""
-    way = _way(arm)
+    way = way_of(arm)
     if arm.endswith(HALF):
         return HALF
     if way in FUSED:
         return arm if FUSED[way] == 1 else "fused"
     return token_bytes(16).hex() if way == NOTHING else way
-
-
-@contextmanager
-def _overlapped() -> Iterator[None]:
-    yield
 
 
 @contextmanager
@@ -272,13 +261,14 @@ def _serve_tiers(model: TorchModel, cell: EmbeddedCell) -> Iterator[_Serve]:
     # Loaded documents do not share the blocks in which they meet: each brings one of its own.
     device_tokens = layout.tokens + (layout.documents + 4) * block_size
     host_tokens = round(_HOST_PROMPTS * layout.tokens) + layout.documents * block_size
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragorder-embedded-")))
-        sizes = {"capacity_tokens": device_tokens, "host_tokens": host_tokens}
-        size = layout.tokens * model.bytes_per_token
-        # A slow disk is not to drop what is asked for again.
-        disk = {"disk_path": folder / "disk", "disk_bytes": 16 * size + (1 << 24), "disk_backlog_bytes": 16 * size}
-        engine = stack.enter_context(_engine(model, block_size, **sizes, **disk))
+    sizes: dict[str, Any] = {"capacity_tokens": device_tokens, "host_tokens": host_tokens}
+    size = layout.tokens * model.bytes_per_token
+    # A slow disk is not to drop what is asked for again.
+    sizes |= {"disk_bytes": 16 * size + (1 << 24), "disk_backlog_bytes": 16 * size}
+    with (
+        tempfile.TemporaryDirectory(prefix="ragorder-embedded-") as folder,
+        _engine(model, block_size, disk_path=Path(folder, "disk"), **sizes) as engine,
+    ):
 
         def serve(arm: str, prompt: PromptIds, rng: random.Random) -> tuple[float, float, _TierTokens]:
             engine.reset()
