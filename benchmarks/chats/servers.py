@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -40,11 +39,9 @@ class SimulatedServer:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         from starlette.requests import Request
+        from starlette.responses import JSONResponse
 
-        content = json.dumps(self._answer(await Request(scope, receive).json())).encode()
-        headers = [(b"content-type", b"application/json")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": content})
+        await JSONResponse(self._answer(await Request(scope, receive).json()))(scope, receive, send)
 
     def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
         self._answers += 1

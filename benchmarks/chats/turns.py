@@ -44,8 +44,8 @@ class Chat(ABC):
     def ask(self, question: str, documents: Sequence[Document]) -> list[Message]:
         """The messages to send."""
 
-    @abstractmethod
-    def answered(self, text: str, usage: dict[str, Any]) -> None: ...
+    def answered(self, text: str, usage: dict[str, Any]) -> None:
+        self.messages.append({"role": "assistant", "content": text})
 
     def failed(self) -> None:  # noqa: B027
         """The request of the last question failed."""
@@ -59,9 +59,6 @@ class SystemChat(Chat):
         self.messages.append({"role": "user", "content": f"Question: {question}"})
         return [{"role": "system", "content": f"{SYSTEM}\n\n{shown}"}, *self.messages]
 
-    def answered(self, text: str, usage: dict[str, Any]) -> None:
-        self.messages.append({"role": "assistant", "content": text})
-
 
 class AppendingChat(Chat):
     """Each turn's documents in its own message as retrieved; the history is replayed."""
@@ -70,9 +67,6 @@ class AppendingChat(Chat):
         content = self.builder.user_message(question, documents, range(len(documents)))
         self.messages.append({"role": "user", "content": content})
         return [{"role": "system", "content": SYSTEM}, *self.messages]
-
-    def answered(self, text: str, usage: dict[str, Any]) -> None:
-        self.messages.append({"role": "assistant", "content": text})
 
 
 class TurnChat(Chat):

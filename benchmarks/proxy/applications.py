@@ -145,7 +145,7 @@ class _Server:
         self.rows: dict[str, list[int]] = {"prompt_tokens": [], "cached_tokens": []}
         self.body = b""
 
-    def take(self, body: bytes) -> bytes:
+    def take(self, body: bytes) -> dict[str, Any]:
         self.body, fields = body, json.loads(body)
         names = ("tools", "instructions", "documents", "messages", "input", "prompt")
         prompt = simulated_tokens("".join(json.dumps(fields[name]) for name in names if name in fields))
@@ -158,14 +158,13 @@ class _Server:
         self.rows["prompt_tokens"].append(len(prompt))
         self.rows["cached_tokens"].append(done.cached_tokens)
         choice = {"message": {"content": "yes"}, "finish_reason": "stop"}
-        return json.dumps({"choices": [choice], "usage": usage}).encode()
+        return {"choices": [choice], "usage": usage}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         from starlette.requests import Request
+        from starlette.responses import JSONResponse
 
-        answer = self.take(await Request(scope, receive).body())
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
-        await send({"type": "http.response.body", "body": answer})
+        await JSONResponse(self.take(await Request(scope, receive).body()))(scope, receive, send)
 
 
 async def _send(

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from ragorder.benchmarks.common.processes import ServerProcess, tree_cpu_s
+from ragorder.benchmarks.common.processes import ServerProcess, started, tree_cpu_s
 from ragorder.benchmarks.proxy.client import Connections, chat_body, instant_server, proxy_server
 from ragorder.eval.report.declared import Column, Row, TableForm, figure, policy_column
 from ragorder.eval.report.tables import Entry
@@ -71,13 +71,9 @@ def log_server() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-    process = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL)  # noqa: S603
-    try:
+    with started([program, *options], "stdout", stdout=subprocess.DEVNULL):
         _wait_for(port)
         yield f"redis://127.0.0.1:{port}/0"
-    finally:
-        process.terminate()
-        process.wait(_STARTED_S)
 
 
 def _wait_for(port: int) -> None:
