@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -14,13 +14,12 @@ from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT
 from ragorder.eval.running.cells import SuiteCell
-from ragorder.eval.running.record import Record, as_column
 from ragorder.eval.running.specs import EngineSpec
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
+from ragorder.eval.suites.pipelining.record import ModesRecord
 
 if TYPE_CHECKING:
     from ragorder.benchmarks.common.counted import CountedServer
-    from ragorder.eval.running.record import Floats
     from ragorder.eval.suites.pipelining.server import ServerFacts
 
 _NO_SERVER = "a pipeline needs a server that takes several requests at once: use --engine openai"
@@ -69,28 +68,16 @@ class PipeliningCell(SuiteCell):
         return self
 
 
-class PipeliningRecord(Record):
-    """One cell with one seed: rows by mode and column."""
+class PipeliningRecord(ModesRecord):
+    """One cell with one seed."""
 
-    rows: dict[str, dict[str, list[Any]]]
     system_tokens: int
-
-    @model_validator(mode="after")
-    def _even(self) -> Self:
-        if len({len(values) for columns in self.rows.values() for values in columns.values()}) != 1:
-            raise ValueError("columns of different lengths")
-        return self
 
     @property
     def requests(self) -> int:
-        throughput = self.figures("none", "requests")
-        if len(throughput):
+        if len(self.figures("none", "requests")):
             return int(sum(self.figures(mode, "requests").sum() for mode in self.rows))
-        return sum(len(self.figures(mode, "ttft_ms")) for mode in self.rows)
-
-    def figures(self, mode: str, name: str) -> Floats:
-        """Numbers of a mode after the warm-up, NaN for None."""
-        return as_column(self.rows.get(mode, {}).get(name, ()))[self.warmup :]
+        return super().requests
 
     def entries(self, mode: str, name: str) -> Sequence[Any]:
         """Entries of a mode after the warm-up."""
@@ -207,8 +194,8 @@ async def _search(
         plain = paced(plain, (1.0,), cell.search_ms / 1e3)
         staged = paced(staged, plan.shares, cell.search_ms / 1e3)
     questions = [request.question for _, request in requests]
-    options: dict[str, Any] = {"max_prefill_bs": cell.max_prefill_bs, "cautious": cell.cautious}
-    options["output_tokens"] = cell.output_tokens
+    options: dict[str, Any] = {"output_tokens": cell.output_tokens}
+    options |= {"max_prefill_bs": cell.max_prefill_bs, "cautious": cell.cautious}
     rows: _Rows
     if cell.measure == "throughput":
         # Both modes search equally long, so that only the cost of speculation is compared.

@@ -44,10 +44,7 @@ from ragorder.pipelining import (
 from ragorder.prompt import PromptBuilder
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Vectors = NDArray[np.float32]
+    from ragorder.benchmarks.common.vectors import Vectors
 
 _CLUSTERS = 128
 _LINKS = 32
@@ -136,11 +133,10 @@ async def measure_speculation(
     searches: Mapping[str, Retrieval[Any, Document]],
     advance: Advance,
     *,
-    max_prefill_bs: int | None = None,
-    cautious: bool = False,
     output_tokens: int = 1,
+    **pipeline: Any,
 ) -> dict[str, dict[str, list[Any]]]:
-    """Each question in both `MODES` in turn, one at a time; each mode is a tenant.
+    """Each question in both `MODES` in turn, one at a time; each mode is a tenant. `pipeline`: see `make_pipeline`.
 
     `exposed_ms` is T1 of Table 3 with speculation, T2 without. `computed_tokens` includes wrong speculations.
     `started_stages` had new documents; since `settled_stage` they are final. Raises EngineError for a server that does
@@ -148,7 +144,7 @@ async def measure_speculation(
     """
     salts = {mode: secrets.token_hex(16) for mode in MODES}
     watched = {mode: _Watched(searches[mode]) for mode in MODES}
-    pipelines = _pipelines(server, builder, watched, max_prefill_bs, cautious)
+    pipelines = _pipelines(server, builder, watched, pipeline)
     rows: dict[str, dict[str, list[Any]]] = {mode: defaultdict(list) for mode in MODES}
     before = await server.quiet()
     for number, question in enumerate(questions):
@@ -176,8 +172,8 @@ async def measure_speculation(
                 rows[mode][name].append(value)
             before = after
         advance()
-    for pipeline in pipelines.values():
-        await pipeline.close()
+    for each in pipelines.values():
+        await each.close()
     return rows
 
 
@@ -191,15 +187,14 @@ async def measure_throughput(
     clients: int | None,
     segments: int,
     overload: float = 2.0,
-    max_prefill_bs: int | None = None,
-    cautious: bool = False,
     output_tokens: int = 1,
+    **pipeline: Any,
 ) -> dict[str, dict[str, list[Any]]]:
     """The questions in `segments`, each in both `MODES` in turn, by `clients` in a closed loop (None: enough for
     `overload`). `requests_per_s` leaves out both ends of a segment, where the engine is not saturated; `tbt_ms` is the
     mean of all its answers. Raises as `measure_speculation`."""
     salts = {mode: secrets.token_hex(16) for mode in MODES}
-    pipelines = _pipelines(server, builder, searches, max_prefill_bs, cautious)
+    pipelines = _pipelines(server, builder, searches, pipeline)
     rows: dict[str, dict[str, list[Any]]] = {mode: defaultdict(list) for mode in MODES}
     parts = _split(len(questions), segments)
     if clients is None:
@@ -229,8 +224,8 @@ async def measure_throughput(
             }
             for name, value in found.items():
                 rows[mode][name].append(value)
-    for pipeline in pipelines.values():
-        await pipeline.close()
+    for each in pipelines.values():
+        await each.close()
     return rows
 
 
@@ -291,8 +286,7 @@ def _pipelines(
     server: CountedServer,
     builder: PromptBuilder,
     searches: Mapping[str, Retrieval[Any, Document]],
-    max_prefill_bs: int | None,
-    cautious: bool,
+    options: Mapping[str, Any],
 ) -> dict[str, Pipeline[Any, Document, Any]]:
     return {
         mode: make_pipeline(
@@ -301,8 +295,7 @@ def _pipelines(
             searches[mode],
             orderer=server.orderer(builder, tenants=len(MODES)),
             builder=builder,
-            max_prefill_bs=max_prefill_bs,
-            cautious=cautious,
+            **{"cautious": False, **options},
         )
         for mode in MODES
     }
@@ -362,8 +355,8 @@ async def measure_cold(
                 row["prompt_tokens"].append(usage and usage.prompt_tokens)
                 row["warmed_up"].append(trace.warmed_up)
         advance()
-    for pipeline in pipelines.values():
-        await pipeline.close()
+    for each in pipelines.values():
+        await each.close()
     return rows
 
 

@@ -302,7 +302,7 @@ def _paper_ratios(suite: Suite, lines: _Group) -> str:
     for row in _beside(suite, lines):
         serial, speculative = number(row, "serial_ms"), number(row, "speculative_ms")
         if serial and speculative:
-            words.append(f"{format_number(serial / speculative, 2)} × ({row.label.partition(',')[0]})")
+            words.append(f"{format_number(serial / speculative, 2)} × ({(row.label or '').partition(',')[0]})")
     return ", ".join(words) or "–"
 
 

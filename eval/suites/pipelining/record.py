@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
@@ -26,16 +26,13 @@ _PLAYED = (
 )
 
 
-class PipelinesRecord(Record):
-    """One order of documents on one trace: rows by mode and column, None for a request that failed."""
+class ModesRecord(Record):
+    """Rows by mode and column, None for a request that failed."""
 
-    called: ClassVar[str] = "a benchmark of pipelines"
-
-    type: Literal["pipelines"] = "pipelines"
     rows: dict[str, dict[str, list[Any]]]
 
     @model_validator(mode="after")
-    def _even(self) -> PipelinesRecord:
+    def _even(self) -> Self:
         if len({len(values) for columns in self.rows.values() for values in columns.values()}) != 1:
             raise ValueError("columns of different lengths")
         return self
@@ -45,7 +42,16 @@ class PipelinesRecord(Record):
         return sum(len(self.figures(mode, "ttft_ms")) for mode in self.rows)
 
     def figures(self, mode: str, name: str) -> Floats:
-        return as_column(self.rows[mode][name])
+        """Numbers of a mode after the warm-up, NaN for None."""
+        return as_column(self.rows.get(mode, {}).get(name, ()))[self.warmup :]
+
+
+class PipelinesRecord(ModesRecord):
+    """One order of documents on one trace."""
+
+    called: ClassVar[str] = "a benchmark of pipelines"
+
+    type: Literal["pipelines"] = "pipelines"
 
 
 _Group = Sequence[PipelinesRecord]
