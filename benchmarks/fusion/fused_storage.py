@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from ragorder.benchmarks.fusion.fused_orders import Place, SimulatedFusion, placing, room_column
+from ragorder.benchmarks.fusion.fused_orders import Place, SimulatedFusion, placing, room_column, total
 from ragorder.eval.report.declared import Block, Column, Row, TableForm, figure, policy_column
 from ragorder.eval.report.words import format_number
 from ragorder.eval.running.cells import SuiteCell
@@ -34,10 +34,6 @@ class StorageCell(SuiteCell):
     device_tokens: int | None = Field(None, ge=1)
 
 
-def _total(run: Record, column: str) -> float:
-    return float(sum(run.rows[column]))
-
-
 def _held(run: Record) -> float:
     return float(run.rows["held"][-1])
 
@@ -51,7 +47,7 @@ def _less_column(of: Callable[[Record], float]) -> Column:
 
 
 def _found(row: Row) -> str:
-    found, documents = (row.mean(partial(_total, column=name)) or 0.0 for name in ("found", "documents"))
+    found, documents = (row.mean(partial(total, column=name)) or 0.0 for name in ("found", "documents"))
     return format_number(100 * found / documents)
 
 
@@ -81,8 +77,8 @@ class FusedStorage(Experiment):
                 policy_column("KV found"),
                 figure("held in the end, thousand tokens", _held, scale=1e-3),
                 _less_column(_held),
-                figure("documents computed again", partial(_total, column="again"), 0),
-                _less_column(partial(_total, column="again")),
+                figure("documents computed again", partial(total, column="again"), 0),
+                _less_column(partial(total, column="again")),
                 Column("of all documents found, %", _found),
             ],
             note=_note,

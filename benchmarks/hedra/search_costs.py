@@ -20,12 +20,8 @@ from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
+    from ragorder.benchmarks.common.vectors import Vectors
     from ragorder.eval.engines.torch import TorchEngine
-
-    Vectors = NDArray[np.float32]
 
 _QUERIES = 40
 _BATCHES = (1, 4, 16, 64)

@@ -23,12 +23,8 @@ from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
+    from ragorder.benchmarks.common.vectors import Vectors
     from ragorder.pipelining import StagedSearch
-
-    Vectors = NDArray[np.float32]
 
 RATIOS = (0.125, 0.25, 0.5, 1.0)
 """Shares of the clusters that a search scans: the vector search ratios of RAGCache's Figure 22."""
@@ -66,11 +62,11 @@ class Staging(Experiment):
     columns = ("plain_ms", "added_ms")
     facts = ("stages",)
     policies: ClassVar[Any] = (
-    sized_by = "queries"
         *(f"IVF {ratio:g} {growth}" for ratio in RATIOS for growth in ("equal", "geometric")),
         *(f"HNSW {ef_search}" for ef_search in (64, 256)),
     )
     unit = "searches"
+    sized_by = "queries"
     counts = "policies"
     packages: ClassVar[Any] = {"faiss": "retrieval"}
     one_job = True

@@ -146,8 +146,9 @@ def replay(
     from ragorder.eval.engines.capacity import Capacity
     from ragorder.eval.replay import DEFAULT_POLICIES, SWEEP, LogError, ReplayError, read_log
     from ragorder.eval.replay import replay as replay_log
-    from ragorder.eval.replay.plot import need_matplotlib, plot_report
+    from ragorder.eval.replay.plot import plot_report
     from ragorder.eval.replay.tables import Replay, replay_line
+    from ragorder.eval.report.canvas import need_matplotlib
     from ragorder.eval.running.policies import PolicyError
     from ragorder.eval.running.session import begin_session
     from ragorder.eval.running.store import StoreError
@@ -167,7 +168,7 @@ def replay(
     try:
         wanted = [Capacity.parse(capacity) for capacity in capacities]
         if plot is not None:
-            need_matplotlib()
+            need_matplotlib("a plot")
         with kept(output) as lines:
             with progress_bar(quiet_s=QUIET_S) as progress:
                 requests = read_log(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from ragorder.common.extras import needs
 from ragorder.eval.replay.report import CapacityInfo, ReplayReport
+from ragorder.eval.report.canvas import need_matplotlib
 from ragorder.eval.report.words import policy_words, short_number
 
 if TYPE_CHECKING:
@@ -34,13 +34,6 @@ _MARKERS = {
 _WIDTH, _HEIGHT, _DPI = 12.0, 6.0, 100
 
 
-def need_matplotlib() -> Any:
-    """The module, drawing to files. Raises ImportError naming the extra to install."""
-    with needs("eval", "a plot"):
-        from matplotlib.backends import backend_agg
-    return backend_agg
-
-
 def plot_report(report: ReplayReport, file: str | Path | IO[bytes]) -> None:
     """Write the picture as PNG. Raises ImportError, OSError."""
     draw_report(report).savefig(file, format="png")
@@ -48,7 +41,7 @@ def plot_report(report: ReplayReport, file: str | Path | IO[bytes]) -> None:
 
 def draw_report(report: ReplayReport) -> Figure:
     """A figure of 1,200 x 600 pixels: cached ratio by capacity, and along the log at one. Raises ImportError."""
-    need_matplotlib()
+    need_matplotlib("a plot")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -169,9 +169,9 @@ def style(policy: str) -> Style:
     return Style(_PLACEHOLDERS[name], _MARKERS[name], _DASHES[name])
 
 
-def need_matplotlib() -> Any:
+def need_matplotlib(what: str = "a picture") -> Any:
     """Raises ImportError naming the extra."""
-    with needs("eval", "a picture"):
+    with needs("eval", what):
         import matplotlib
     return matplotlib
 

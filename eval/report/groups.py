@@ -12,10 +12,7 @@ from ragorder.eval.report.words import cell_words
 from ragorder.eval.running.record import Cell, Record, RunRecord, key_of
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
+    from ragorder.eval.running.record import Floats
 
 R = TypeVar("R", bound=Record)
 

@@ -26,12 +26,8 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
+    from ragorder.benchmarks.common.vectors import Vectors
     from ragorder.benchmarks.hedra.tiers.index_tiers import IndexTiers
-
-    Vectors = NDArray[np.float32]
 
 _BOTH = "file and memory"
 _PICTURED = {"hit share, %": "earned", "work in as many clusters, %": "retrieval"}
