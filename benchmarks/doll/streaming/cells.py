@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.cells import SeedlessCell
 
 # Buffers for layers on the device, by policy; None: all that the budget has room for.
 SLOTS: dict[str, int | None] = {"no prefetch": 1, "one ahead": 2, "two ahead": 3, "ring": None}
 
 
-class StreamingCell(SuiteCell):
+class StreamingCell(SeedlessCell):
     """A Llama of `layers`, `budget_layers` of them with room on the device, read at `gigabytes_s`; reading and
     computing a layer take up to the share `jitter` more or less. `repeats` turns of `steps` steps are measured."""
 
@@ -22,7 +22,3 @@ class StreamingCell(SuiteCell):
     intermediate_size: int = Field(3264, ge=64)
     repeats: int = Field(3, ge=1)
     steps: int = Field(3, ge=1)
-
-    @property
-    def varies_with_seed(self) -> bool:
-        return False
