@@ -17,6 +17,7 @@ from ragorder.eval.report.declared import Block, Column, Row, TableForm
 from ragorder.eval.report.groups import RecordGroup
 from ragorder.eval.report.words import format_number
 from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.load import closed_loop
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Job, Line
 
@@ -142,33 +143,30 @@ async def send_turns(
     figures: dict[tuple[int, int], tuple[int | None, ...]] = {}
     common = {"model": server.model_name, "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
     transport = getattr(server, "transport", None)
-    waiting = iter(enumerate(chats))
 
-    async def serve(http: Any) -> None:
-        for place, turns in waiting:
-            chat = kind(builder, orderer)
-            for number, turn in enumerate(turns):
-                documents = [Document(id, text) for id, text in turn.documents]
-                try:
-                    body = common | {"messages": chat.ask(turn.question, documents)}
-                    response = await http.post("/v1/chat/completions", json=body)
-                    response.raise_for_status()
-                    answer = response.json()
-                except BaseException:
-                    chat.failed()
-                    raise
-                usage = answer["usage"]
-                chat.answered(answer["choices"][0]["message"]["content"] or "", usage)
-                counts = usage["prompt_tokens"], _cached(usage), chat.predicted_tokens, chat.repeated, chat.rebased
-                figures[number, place] = (number, *counts)
-                advance()
-                # A simulated server answers at once, and conversations take turns.
-                await asyncio.sleep(0)
+    async def serve(http: Any, place: int, turns: Sequence[ChatTurn]) -> None:
+        chat = kind(builder, orderer)
+        for number, turn in enumerate(turns):
+            documents = [Document(id, text) for id, text in turn.documents]
+            try:
+                body = common | {"messages": chat.ask(turn.question, documents)}
+                response = await http.post("/v1/chat/completions", json=body)
+                response.raise_for_status()
+                answer = response.json()
+            except BaseException:
+                chat.failed()
+                raise
+            usage = answer["usage"]
+            chat.answered(answer["choices"][0]["message"]["content"] or "", usage)
+            counts = usage["prompt_tokens"], _cached(usage), chat.predicted_tokens, chat.repeated, chat.rebased
+            figures[number, place] = (number, *counts)
+            advance()
+            # A simulated server answers at once, and conversations take turns.
+            await asyncio.sleep(0)
 
     options: dict[str, Any] = {"timeout": 600, "trust_env": False, "transport": transport}
-    async with httpx2.AsyncClient(base_url=server.base_url, **options) as http, asyncio.TaskGroup() as group:
-        for _ in range(concurrency):
-            group.create_task(serve(http))
+    async with httpx2.AsyncClient(base_url=server.base_url, **options) as http:
+        await closed_loop(lambda chat: serve(http, *chat), enumerate(chats), concurrency)
     # Runs are compared row by row.
     columns = zip(*(figures[key] for key in sorted(figures)), strict=True)
     return {name: list(column) for name, column in zip(_COLUMNS, columns, strict=True)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol, TypeVar
@@ -173,13 +173,24 @@ def serve_virtual(run: Client[S, P], engine: Pool[P], load: Load, times: Service
         finish()
 
 
+async def closed_loop(ask: Callable[[T], Awaitable[None]], questions: Iterable[T], clients: int) -> None:
+    """The questions by `clients` that ask one after another, without a pause."""
+    remaining = iter(questions)
+
+    async def client() -> None:
+        for question in remaining:
+            await ask(question)
+
+    # A group rather than a gather: an error that ends one ends all.
+    async with asyncio.TaskGroup() as group:
+        for _ in range(clients):
+            group.create_task(client())
+
+
 async def serve_live(run: Run, engine: AsyncEngine, load: Load, advance: Advance = lambda: None) -> None:
     """Under load on a server. Requests leave in the order in which they were ordered."""
     if not load.arrivals:
-        # A group rather than a gather: an error that ends the run ends all of it.
-        async with asyncio.TaskGroup() as group:
-            for _ in range(load.concurrency or 1):
-                group.create_task(_serve_on(run, engine, load, advance))
+        await closed_loop(lambda _: _serve_one(run, engine, load, advance), range(run.remaining), load.concurrency or 1)
         return
     places = asyncio.Semaphore(load.concurrency) if load.concurrency else None
     now = asyncio.get_running_loop().time
@@ -198,11 +209,6 @@ async def serve_live_in_turn(runs: Sequence[tuple[Run, AsyncEngine]], load: Load
     for number in range(runs[0][0].remaining):
         for run, engine in rotated(runs, number):
             await _serve_one(run, engine, load, advance)
-
-
-async def _serve_on(run: Run, engine: AsyncEngine, load: Load, advance: Advance) -> None:
-    while run.remaining:
-        await _serve_one(run, engine, load, advance)
 
 
 async def _serve_one(run: Run, engine: AsyncEngine, load: Load, advance: Advance) -> None:

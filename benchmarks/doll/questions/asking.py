@@ -20,6 +20,7 @@ from ragorder.common.counts import parse_size
 from ragorder.eval.data.machine import resident_mb
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.load import closed_loop
 
 _ADDRESS = r"Serving on http://127\.0\.0\.1:(\d+)/v1"
 _CHAT = "/v1/chat/completions"
@@ -81,16 +82,12 @@ async def _ask_all(url: str, pid: int, asked: Asked, advance: Callable[[], None]
             await _ask(client, question, asked.cell)
         ready, began_s = resident_mb(pid), time.perf_counter()
         replies: list[Mapping[str, Any]] = [{}] * len(asked.questions)
-        numbers = iter(range(len(asked.questions)))
 
-        async def work() -> None:
-            for number in numbers:
-                replies[number] = await _ask(client, asked.questions[number], asked.cell)
-                advance()
+        async def work(number: int) -> None:
+            replies[number] = await _ask(client, asked.questions[number], asked.cell)
+            advance()
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(asked.cell.clients):
-                group.create_task(work())
+        await closed_loop(work, range(len(asked.questions)), asked.cell.clients)
         total_s = time.perf_counter() - began_s
     return Found(replies, {"total_s": total_s, "ready_mb": ready, "peak_mb": peak_mb(pid), "batch": None})
 

@@ -22,12 +22,11 @@ from ragorder.document import Document
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.report.statistics import known_mean
-from ragorder.eval.running.load import rotated
+from ragorder.eval.running.load import closed_loop, rotated
 from ragorder.eval.suites.pipelining.search import played
 from ragorder.eval.suites.pipelining.server import (
     Asked,
     ask,
-    closed_loop,
     make_pipeline,
     milliseconds,
 )

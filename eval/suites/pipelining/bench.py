@@ -15,7 +15,7 @@ from ragorder.eval.data.trace import Trace
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT
 from ragorder.eval.running.bench import check_bench, sources_of
-from ragorder.eval.running.load import Progress, rotated, silent
+from ragorder.eval.running.load import Progress, closed_loop, rotated, silent
 from ragorder.eval.running.policies import ORDERERS
 from ragorder.eval.running.specs import Bench, BenchError, EngineSpec
 from ragorder.eval.running.suite import Line
@@ -24,7 +24,6 @@ from ragorder.eval.suites.pipelining.server import (
     MeasuredServer,
     ServerFacts,
     ask,
-    closed_loop,
     find_server,
     make_pipeline,
     milliseconds,

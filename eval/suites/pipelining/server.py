@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from ragorder.adapters.openai.pipelined import OpenAIStreams, Question, ordered_pipeline
 from ragorder.adapters.openai.tokenizer import load_tokenizer
@@ -115,8 +113,6 @@ class MeasuredServer:
         )
 
 
-T = TypeVar("T")
-
 MODES = {"none": (False, False), "warmup": (True, False), "speculative": (True, True)}
 """By mode: warm-up, speculation."""
 
@@ -157,19 +153,6 @@ def make_pipeline(
         max_prefill_bs=max_prefill_bs,
         cautious=cautious,
     )
-
-
-async def closed_loop(ask: Callable[[T], Awaitable[None]], questions: Iterable[T], clients: int) -> None:
-    """The questions by `clients` that ask one after another, without a pause."""
-    remaining = iter(questions)
-
-    async def client() -> None:
-        for question in remaining:
-            await ask(question)
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(clients):
-            group.create_task(client())
 
 
 def milliseconds(seconds: float | None) -> float | None:
