@@ -226,7 +226,7 @@ def _ahead(settings: Sequence[Cells]) -> Iterator[Table]:
     kinds = {"": "generations", "near_": "of these one stage ahead", "search_": "searches"}
     table = Table("Right of what ran speculatively, %", ["", *kinds.values()])
     for cells in settings:
-        for policy in _policies([cells]):
+        for policy in dict.fromkeys(policy for _, group in cells for policy in group.policies):
             records = [record for record in _all_runs(cells, policy) if "near_speculations" in record.facts]
             shares = [share(records, f"{kind}right", f"{kind}speculations") for kind in kinds]
             if any(share is not None for share in shares):
