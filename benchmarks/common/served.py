@@ -120,10 +120,8 @@ def mean_s(run: Record) -> float:
 def seed_by_seed(group: RecordGroup[Any], baseline: str, policy: str) -> PairedDifference | None:
     """Return the relative difference of the mean latencies, or None without common seeds: those of one run wait for one
     another, so seeds are drawn."""
-    sides = [group.policies.get(each, {}) for each in (baseline, policy)]
-    seeds = sorted(sides[0].keys() & sides[1].keys())
-    theirs, ours = ([mean_s(side[seed]) for seed in seeds] for side in sides)
-    return compare_seeds(theirs, ours, relative=True) if seeds else None
+    means = [tuple(map(mean_s, pair)) for pair in group.pairs(baseline, policy)]
+    return compare_seeds(*zip(*means, strict=True), relative=True) if means else None
 
 
 def late_s(run: Record) -> float:

@@ -139,11 +139,10 @@ def make_part(suite: Suite, results: Results) -> Part:
     streams = Table("Streams at a time", ["load", "direct: whole, of all, seconds, memory", "proxied"])
     added: dict[str, Any] = {}
     for group in group_runs(results.of(ProxyLoad.record, suite.name)):
-        sides = [group.policies.get(side, {}) for side in ("direct", "proxied")]
-        seeds = sorted(sides[0].keys() & sides[1].keys())
-        direct, proxied = ([side[seed] for seed in seeds] for side in sides)
-        if not direct:
+        pairs = group.pairs("direct", "proxied")
+        if not pairs:
             continue
+        direct, proxied = zip(*pairs, strict=True)
         label = cell_words(direct[0].cell) or suite.title
         times = [_column(records, "latency_ms") for records in (direct, proxied)]
         tagged = _column(direct, "tagged").astype(bool)

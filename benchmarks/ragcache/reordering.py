@@ -444,11 +444,10 @@ class Reordering(Experiment):
 
 
 def _times_shorter(group: RecordGroup[Record], policy: str) -> Entry:
-    theirs, ours = (group.policies.get(each, {}) for each in (_BASELINE, policy))
-    pairs = [[TTFT_MEAN.value([side[seed]]) for side in (theirs, ours)] for seed in sorted(theirs.keys() & ours.keys())]
+    pairs = [[TTFT_MEAN.value([run]) for run in pair] for pair in group.pairs(_BASELINE, policy)]
     ratios = [plain / mean for plain, mean in pairs if plain and mean]
     if not ratios:
         return Entry("–")
-    overtaking = max(int(run.facts.get("largest_overtaking", 0)) for run in ours.values())
+    overtaking = max(int(run.facts.get("largest_overtaking", 0)) for run in group.runs(policy))
     spread = f" ({format_number(min(ratios), 2)} to {format_number(max(ratios), 2)})" if len(ratios) > 1 else ""
     return Entry(f"{format_number(fmean(ratios), 2)}{spread}", f"overtaken by {overtaking}")

@@ -55,6 +55,11 @@ class RecordGroup(Generic[R]):
         policies = self.policies.values() if policy is None else [self.policies.get(policy, {})]
         return [run for runs in policies for _, run in sorted(runs.items())]
 
+    def pairs(self, baseline: str, policy: str) -> list[tuple[R, R]]:
+        """Their records with the same seeds."""
+        theirs, ours = self.policies.get(baseline, {}), self.policies.get(policy, {})
+        return [(theirs[seed], ours[seed]) for seed in sorted(theirs.keys() & ours.keys())]
+
     def values(self, policy: str, column: str) -> Floats:
         """The column of all seeds, one after another, without the warm-up."""
         import numpy as np
@@ -79,9 +84,7 @@ class RecordGroup(Generic[R]):
         return self._compared[key]
 
     def _compare(self, policy: str, baseline: str, metric: Metric) -> PairedDifference | None:
-        theirs, ours = self.policies.get(baseline, {}), self.policies.get(policy, {})
-        pairs = [(theirs[seed], ours[seed]) for seed in sorted(theirs.keys() & ours.keys())]
-        columns = [(metric.columns(plain), metric.columns(changed)) for plain, changed in pairs]
+        columns = [(metric.columns(plain), metric.columns(changed)) for plain, changed in self.pairs(baseline, policy)]
         known = [(plain, changed) for plain, changed in columns if plain is not None and changed is not None]
         if not known:
             return None

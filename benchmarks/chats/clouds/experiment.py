@@ -227,8 +227,7 @@ def _title(block: Block) -> str:
 
 def _bill(row: Row) -> str:
     """Named documents make prompts shorter."""
-    appended = row.group.policies.get(_APPENDS, {})
-    costs = [run.cost_of(appended[run.seed]) for run in row.runs if run.seed in appended]
+    costs = [run.cost_of(appended) for appended, run in row.group.pairs(_APPENDS, row.policy)]
     return format_number(100 * fmean(costs) if costs else None)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, ClassVar
@@ -111,18 +111,11 @@ def _questions(block: Block) -> str:
 
 def _alike(row: Row, column: str) -> str:
     """Return for which share of the questions this column is that of transformers, one question after another."""
-    pairs: list[bool] = []
-    for run in row.runs:
-        other: Mapping[str, Any] = next(
-            (
-                dict(zip(each.rows["id"], each.rows[column], strict=True))
-                for each in row.group.runs(SINGLE)
-                if each.seed == run.seed
-            ),
-            {},
-        )
-        pairs += [other[id] == value for id, value in zip(run.rows["id"], run.rows[column], strict=True) if id in other]
-    return format_number(100 * fmean(pairs) if pairs and row.policy != SINGLE else None)
+    same: list[bool] = []
+    for single, run in row.group.pairs(SINGLE, row.policy):
+        other = dict(zip(single.rows["id"], single.rows[column], strict=True))
+        same += [other[id] == value for id, value in zip(run.rows["id"], run.rows[column], strict=True) if id in other]
+    return format_number(100 * fmean(same) if same and row.policy != SINGLE else None)
 
 
 def _late(seconds: list[float]) -> float:

@@ -14,7 +14,6 @@ from ragorder.benchmarks.hedra.workflows.cells import CLUSTERS, System, Workflow
 from ragorder.common.files import cache_folder
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.retrieval import DenseRetriever
-from ragorder.eval.report.groups import RecordGroup
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import format_number, range_words
@@ -182,7 +181,7 @@ def _serving(settings: Sequence[Cells]) -> Iterator[Table]:
     for cells in settings:
         table = _by_rate(cells, settings)
         for policy in policies:
-            table.add(_words(policy), *(_latency_entry(_runs(group, policy)) for _, group in cells))
+            table.add(_words(policy), *(_latency_entry(group.runs(policy)) for _, group in cells))
         table.note = "Below it: the 99th percentile."
         yield table
     yield _cached(settings)
@@ -193,10 +192,10 @@ def _offline(settings: Sequence[Cells]) -> Iterator[Table]:
     table = Table("Time until all are answered, s", ["", *policies])
     for cells in settings:
         _, group = cells[0]
-        ours = _mean(_runs(group, _OURS), _total_s)
+        ours = _mean(group.runs(_OURS), _total_s)
         row = []
         for policy in policies:
-            seconds = _mean(_runs(group, policy), _total_s)
+            seconds = _mean(group.runs(policy), _total_s)
             note = f"{format_number(seconds / ours, 2)} of ours" if seconds and ours and policy != _OURS else ""
             row.append(Entry(format_number(seconds), note))
         table.add(_name(cells, settings), *row)
@@ -209,11 +208,11 @@ def _speculation(settings: Sequence[Cells]) -> Iterator[Table]:
     for cells in settings:
         table = _by_rate(cells, settings)
         for policy in policies:
-            row = [_runs(group, policy) for _, group in cells]
+            row = [group.runs(policy) for _, group in cells]
             table.add(_words(policy), *(Entry(format_number(_mean(each, mean_s), 2), _odds(each)) for each in row))
         ratios = []
         for _, group in cells:
-            ours, *theirs = (_mean(_runs(group, policy), mean_s) for policy in (_OURS, "ragcache", "ralmspec"))
+            ours, *theirs = (_mean(group.runs(policy), mean_s) for policy in (_OURS, "ragcache", "ralmspec"))
             best = min(filter(None, theirs), default=None)
             ratios.append(best / ours if best and ours else None)
         table.add("best of the two / ours", *(format_number(ratio, 2) for ratio in ratios))
@@ -242,8 +241,8 @@ def _compared(settings: Sequence[Cells], baseline: str) -> Iterator[Table]:
     for cells in settings:
         table = _by_rate(cells, settings)
         for policy in policies:
-            row = [_runs(group, policy) for _, group in cells]
-            theirs = [_runs(group, baseline) if policy != baseline else [] for _, group in cells]
+            row = [group.runs(policy) for _, group in cells]
+            theirs = [group.runs(baseline) if policy != baseline else [] for _, group in cells]
             table.add(_words(policy), *map(_against, row, theirs))
             if (shares := [_fast_share(each) for each in row]) and any(shares):
                 table.add("on the GPU, % of the vectors scanned", *shares)
@@ -294,12 +293,8 @@ def _words(policy: str) -> str:
     return SYSTEMS[policy].words
 
 
-def _runs(group: RecordGroup[Record], policy: str) -> list[Record]:
-    return [*group.policies.get(policy, {}).values()]
-
-
 def _all_runs(cells: Cells, policy: str) -> list[Record]:
-    return [record for _, group in cells for record in _runs(group, policy)]
+    return [record for _, group in cells for record in group.runs(policy)]
 
 
 def _total_s(record: Record) -> float:
@@ -325,7 +320,7 @@ def _sustained(cells: Cells, policy: str) -> tuple[str, float | None]:
     """The rate at which the mean latency is 10 s, as text, and as a number unless it lies beyond those run."""
     before: tuple[float, float] | None = None
     for cell, group in cells:
-        latency_s = _mean(_runs(group, policy), mean_s)
+        latency_s = _mean(group.runs(policy), mean_s)
         if latency_s is None:
             continue
         if latency_s > _SLO_S:
@@ -344,6 +339,6 @@ def _rate_entry(rate: tuple[str, float | None], theirs: tuple[str, float | None]
 
 
 def _times(cells: Cells, policy: str) -> str:
-    pairs = [[_mean(_runs(group, each), mean_s) for each in (policy, "flashrag")] for _, group in cells]
+    pairs = [[_mean(group.runs(each), mean_s) for each in (policy, "flashrag")] for _, group in cells]
     ratios = [their / our for our, their in pairs if our and their]
     return range_words(ratios, 2) if ratios else "–"

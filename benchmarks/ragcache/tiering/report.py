@@ -49,8 +49,7 @@ def judge(room: str, apc: Sequence[Sequence[float] | Floats], tiers: Sequence[Se
 
 
 def _arm(group: _Group, arm: str) -> list[TieringRecord]:
-    alone, tiers = (group.policies.get(each, {}) for each in ARMS)
-    return [group.policies[arm][seed] for seed in sorted(alone.keys() & tiers.keys())]
+    return [pair[ARMS.index(arm)] for pair in group.pairs(*ARMS)]
 
 
 def _sides(group: _Group) -> list[list[Floats]]:

@@ -40,16 +40,16 @@ def objective_table(groups: Sequence[Group], baseline: str) -> Table | None:
         if not group.cell.get("arrivals") or not limit_ms:
             continue
         for policy in group.policies:
-            within = {seed: _within(run, limit_ms) for seed, run in group.policies[policy].items()}
-            if not any(within.values()):
+            within = [value for run in group.runs(policy) for value in _within(run, limit_ms)]
+            if not within:
                 continue
-            share = fmean(value for values in within.values() for value in values)
+            share = fmean(within)
             rates = [run.throughput["requests_per_s"] for run in group.runs(policy) if run.throughput]
             table.add(
                 group.label,
                 policy_words(policy),
                 format_number(limit_ms),
-                Entry(format_number(share), *_change(group, within, baseline, limit_ms, policy)),
+                Entry(format_number(share), *_change(group, baseline, limit_ms, policy)),
                 format_number(share / 100 * fmean(rates) if rates else None, 2),
             )
     table.note = _NOTE.format(times=OBJECTIVE, baseline=policy_words(baseline))
@@ -66,15 +66,12 @@ def _within(run: RunRecord, limit_ms: float) -> list[float]:
     return [] if times is None else [100.0 * (time <= limit_ms) for time in times.tolist()]
 
 
-def _change(
-    group: Group, within: dict[int, list[float]], baseline: str, limit_ms: float, policy: str
-) -> tuple[str, str]:
+def _change(group: Group, baseline: str, limit_ms: float, policy: str) -> tuple[str, str]:
     if policy == baseline:
         return "baseline", ""
-    theirs = {seed: _within(run, limit_ms) for seed, run in group.policies.get(baseline, {}).items()}
-    seeds = sorted(theirs.keys() & within.keys())
+    within = [[_within(run, limit_ms) for run in pair] for pair in group.pairs(baseline, policy)]
     try:
-        found = compare([theirs[seed] for seed in seeds], [within[seed] for seed in seeds])
+        found = compare([theirs for theirs, _ in within], [ours for _, ours in within])
     except StatisticsError:
         return "", ""
     return change_words(found), verdict_words(found)
