@@ -91,8 +91,6 @@ class Pipelining(Experiment):
     runs = True
     policies: ClassVar[Any] = PIPELINE_POLICIES
 
-    _facts: ServerFacts | None = None
-
     def asked(self, suite: Suite) -> Sequence[str]:
         """Without the baseline, which each line has beside the other mode."""
         return [policy for policy in super().asked(suite) if policy != suite.baseline]
@@ -126,20 +124,17 @@ class Pipelining(Experiment):
         }
 
     def _server(self) -> ServerFacts:
-        from ragorder.eval.suites.pipelining.server import find_server
+        from ragorder.eval.suites.pipelining.server import find_or_start
 
-        if self._facts is None:
-            options, base_url = self.options, self.options.base_url
-            if base_url is None:
-                from ragorder.eval.running.live import start_server
-
-                base_url = self.resources.enter_context(
-                    start_server(EngineSpec(engine="openai", model=options.model))
-                ).base_url
-            self._facts = find_server(
-                base_url, model=options.model, served_model=options.served_model, api_key=options.api_key
-            )
-        return self._facts
+        options = self.options
+        spec = EngineSpec(
+            engine="openai",
+            model=options.model,
+            served_model=options.served_model,
+            api_key=options.api_key,
+            base_urls=() if options.base_url is None else (options.base_url,),
+        )
+        return self.kept("server", lambda: find_or_start(spec, self.resources))
 
 
 async def _measure(

@@ -17,14 +17,14 @@ from ragorder.eval.engines.prompts import SYSTEM_PROMPT
 from ragorder.eval.running.bench import check_bench, sources_of
 from ragorder.eval.running.load import Progress, closed_loop, rotated, silent
 from ragorder.eval.running.policies import ORDERERS
-from ragorder.eval.running.specs import Bench, BenchError, EngineSpec
+from ragorder.eval.running.specs import Bench, BenchError
 from ragorder.eval.running.suite import Line
 from ragorder.eval.suites.pipelining.search import played
 from ragorder.eval.suites.pipelining.server import (
     MeasuredServer,
     ServerFacts,
     ask,
-    find_server,
+    find_or_start,
     make_pipeline,
     milliseconds,
 )
@@ -49,7 +49,7 @@ def pipeline_lines(
     check_bench(bench)
     modes = ("none",) if pipeline == "none" else ("none", pipeline)
     with ExitStack() as stack:
-        facts = _facts(bench, stack)
+        facts = find_or_start(bench, stack)
         builder = PromptBuilder(SYSTEM_PROMPT, tokenizer=facts.tokenizer)
         for source in sources_of(bench):
             traces = {seed: source(seed) for seed in bench.seeds}
@@ -170,22 +170,6 @@ def _check_pipeline(bench: Bench, pipeline: str, delay_ms: float) -> None:
                 f"policy {policy!r} cannot preview its order, which speculation needs: choose from "
                 f"{', '.join(_POLICIES)}"
             )
-
-
-def _facts(spec: EngineSpec, stack: ExitStack) -> ServerFacts:
-    base_url = next(iter(spec.base_urls), None)
-    if base_url is None:
-        from ragorder.eval.running.live import start_server
-
-        base_url = stack.enter_context(start_server(spec)).base_url
-    return find_server(
-        base_url,
-        model=spec.model,
-        served_model=spec.served_model,
-        api_key=spec.api_key,
-        block_size=spec.block_size,
-        capacity_tokens=spec.capacity.tokens if spec.capacity else None,
-    )
 
 
 def _check_lengths(trace: Trace, builder: PromptBuilder, facts: ServerFacts, output_tokens: int) -> None:

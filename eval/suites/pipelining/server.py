@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -12,6 +13,7 @@ from ragorder.common.extras import needs
 from ragorder.document import Document
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.openai import OpenAIEngine, find_model
+from ragorder.eval.running.specs import EngineSpec
 from ragorder.orderer import Orderer
 from ragorder.pipelining import Pipeline, Retrieval
 from ragorder.prompt import PromptBuilder
@@ -66,6 +68,23 @@ def find_server(
         where = str(model or found.root)
         raise EngineError(f"no tokenizer can be loaded from {where!r}: give --model ({type(error).__name__})") from None
     return ServerFacts(base_url, found.id, tokenizer, found.max_model_len, block_size, capacity_tokens, api_key)
+
+
+def find_or_start(spec: EngineSpec, stack: ExitStack) -> ServerFacts:
+    """The first server of a specification, or a new one for as long as the stack. Raises as `find_server`."""
+    base_url = next(iter(spec.base_urls), None)
+    if base_url is None:
+        from ragorder.eval.running.live import start_server
+
+        base_url = stack.enter_context(start_server(spec)).base_url
+    return find_server(
+        base_url,
+        model=spec.model,
+        served_model=spec.served_model,
+        api_key=spec.api_key,
+        block_size=spec.block_size,
+        capacity_tokens=spec.capacity.tokens if spec.capacity else None,
+    )
 
 
 class MeasuredServer:
