@@ -10,7 +10,6 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,8 @@ from ragorder.ordering import RequestOutcome
 from ragorder.pipelining import PipelinedStream, Provisional, Retrieval, Usage
 
 openai = pytest.importorskip("openai")
+from support.scripted_chat import Response, Server, chat, error, usage
+from support.waiting import eventually
 
 BLOCK = 32
 SYSTEM = "You are careful. Use the documents, and nothing but the documents, and say so where they say nothing. " * 2
@@ -349,81 +350,27 @@ class TestWarmUp:
         assert answered.served and not (await one.answer("And now?", max_tokens=2)).trace.warmed_up
 
 
-class FarEnd:
-    """A fake server: `play` decides about each request. It answers; it hangs up instead, or after the first piece
-    (cut); it holds the request until the client hangs up; or it refuses what asks for usage."""
-
-    def __init__(self) -> None:
-        self.requests: list[dict[str, Any]] = []
-        self.play: Callable[[dict[str, Any]], str] = lambda body: "answer"
-        self.metrics: str | None = None
-        self.polls = self.held = 0
-
-    async def __aenter__(self) -> FarEnd:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/v1"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-
-    async def has_come(self, requests: int = 1) -> None:
-        while len(self.requests) < requests:
-            await asyncio.sleep(0.002)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(ConnectionError, asyncio.IncompleteReadError):
-            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-            length = re.search(r"content-length: (\d+)", head)
-            body = await reader.readexactly(int(length[1])) if length else b""
-            if head.startswith("get"):
-                self.polls += 1
-                writer.write(self._plain(404 if self.metrics is None else 200, self.metrics or ""))
-            else:
-                self.requests.append(json.loads(body))
-                await self._answer(self.play(self.requests[-1]), reader, writer)
-        writer.close()
-
-    async def _answer(self, how: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if how == "refuse" and "stream_options" in self.requests[-1]:
-            writer.write(self._plain(400, json.dumps({"error": {"message": "unknown field: stream_options"}})))
-        elif how != "hang up":
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 9999\r\n\r\n")
-            if how == "hold":
-                self.held += 1
-                try:
-                    await reader.read()
-                finally:
-                    self.held -= 1
-                return
-            self._send(writer, {"choices": [{"index": 0, "delta": {"content": "In the "}, "finish_reason": None}]})
-            if how == "error":
-                self._send(writer, {"error": {"message": "out of memory", "type": "server_error"}})
-            elif how != "cut":
-                self._send(writer, {"choices": [{"index": 0, "delta": {"content": "drawer"}, "finish_reason": "stop"}]})
-                if how == "answer":
-                    counts = {"prompt_tokens": 300, "completion_tokens": 4, "total_tokens": 304}
-                    self._send(writer, {"choices": [], "usage": counts})
-                writer.write(b"data: [DONE]\n\n")
-        await writer.drain()
-
-    def _send(self, writer: asyncio.StreamWriter, event: dict[str, Any]) -> None:
-        writer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-
-    def _plain(self, status: int, text: str) -> bytes:
-        return f"HTTP/1.1 {status} X\r\ncontent-length: {len(text)}\r\nconnection: close\r\n\r\n{text}".encode()
+PIECES = [chat("In the "), chat("drawer", "stop")]
+ANSWER = Response([*PIECES, usage(300, 4)])
+BROKEN = {"hang up": Response(end="hangup"), "cut": Response(PIECES[:1], "cut")}
 
 
 @pytest.fixture
-async def far_end() -> AsyncIterator[FarEnd]:
-    async with FarEnd() as server:
+async def far_end() -> AsyncIterator[Server]:
+    with Server() as server:
+        server.answer = lambda body: ANSWER
         yield server
-    await nothing_left()
+        await nothing_left()
+
+
+async def has_come(far_end: Server, requests: int = 1) -> None:
+    while len(far_end.requests) < requests:
+        await asyncio.sleep(0.002)
 
 
 class TestAServerThatFails:
     @pytest.fixture
-    async def made(self, far_end: FarEnd, ledger: Ledger) -> AsyncIterator[Client]:
+    async def made(self, far_end: Server, ledger: Ledger) -> AsyncIterator[Client]:
         """Clients of it, whose orderer counts at four characters a token."""
         builder = PromptBuilder(SYSTEM)
         orderer = ObservedOrderer(Orderer(prefix_tokens=builder.prefix_tokens, strict=True), [ledger], compare=False)
@@ -437,8 +384,8 @@ class TestAServerThatFails:
             yield make
 
     @pytest.mark.parametrize("how", ["hang up", "cut"])
-    async def test_during_speculation_is_retried(self, far_end: FarEnd, made: Client, ledger: Ledger, how: str) -> None:
-        far_end.play = lambda body: how if len(far_end.requests) == 1 else "answer"
+    async def test_during_speculation_is_retried(self, far_end: Server, made: Client, ledger: Ledger, how: str) -> None:
+        far_end.plays(BROKEN[how])
 
         async def has_failed() -> None:
             while not far_end.requests or engine_of(one).running:
@@ -451,11 +398,11 @@ class TestAServerThatFails:
 
     @pytest.mark.parametrize("how", ["hang up", "cut"])
     async def test_always_raises_the_clients_error(
-        self, far_end: FarEnd, made: Client, ledger: Ledger, how: str
+        self, far_end: Server, made: Client, ledger: Ledger, how: str
     ) -> None:
         import httpx
 
-        far_end.play = lambda body: how
+        far_end.answer = lambda body: BROKEN[how]
         one = made(played([0], [1], [1]))
         with pytest.raises((openai.APIConnectionError, httpx.TransportError)):
             await one.answer("What is kept?")
@@ -463,17 +410,17 @@ class TestAServerThatFails:
         # A prompt whose first token came was computed, whatever became of the answer.
         assert ledger.open == 0 and [outcome.served for outcome in ledger.finished] == [how == "cut"]
 
-    async def test_in_the_middle_of_an_answer_raises_what_it_says(self, far_end: FarEnd, made: Client) -> None:
-        far_end.play = lambda body: "error"
+    async def test_in_the_middle_of_an_answer_raises_what_it_says(self, far_end: Server, made: Client) -> None:
+        far_end.plays(Response([PIECES[0], {"error": {"message": "out of memory", "type": "server_error"}}]))
         with pytest.raises(openai.APIError, match="out of memory"):
             await made(played([0])).answer("What is kept?")
 
-    async def test_that_holds_its_answer_is_closed(self, far_end: FarEnd, made: Client, ledger: Ledger) -> None:
-        far_end.play = lambda body: "hold"
+    async def test_that_holds_its_answer_is_closed(self, far_end: Server, made: Client, ledger: Ledger) -> None:
+        far_end.answer = lambda body: Response(end="hold")
 
         async def is_held(requests: int) -> None:
-            await far_end.has_come(requests)
-            while not far_end.held:
+            await has_come(far_end, requests)
+            while far_end.held != 1:
                 await asyncio.sleep(0.002)
 
         one = made(played([0], lambda: is_held(1), [1], lambda: is_held(2), RuntimeError("index"), [1]))
@@ -481,18 +428,19 @@ class TestAServerThatFails:
             await one.answer("What is kept?")
         assert load_of(one).pending == 0
         await nothing_left()
-        assert far_end.held == 0 and len(far_end.requests) == 2 and ledger.open == 0
+        assert await asyncio.to_thread(eventually, lambda: far_end.held == 0)
+        assert len(far_end.requests) == 2 and ledger.open == 0
 
-    async def test_is_warmed_up_again_after_a_failure(self, far_end: FarEnd, made: Client, ledger: Ledger) -> None:
+    async def test_is_warmed_up_again_after_a_failure(self, far_end: Server, made: Client, ledger: Ledger) -> None:
         expected = 1
-        one = made(played(lambda: far_end.has_come(expected), [0]), warm_up=True)
+        one = made(played(lambda: has_come(far_end, expected), [0]), warm_up=True)
         assert (await one.answer("What is kept?")).trace.warmed_up
         assert not (await one.answer("What is kept?")).trace.warmed_up
-        far_end.play = lambda body: "hang up"
+        far_end.answer = lambda body: BROKEN["hang up"]
         for _ in range(2):
             with pytest.raises(openai.APIConnectionError):
                 await one.answer("What is kept?")
-        far_end.play = lambda body: "answer"
+        far_end.answer = lambda body: ANSWER
         sent = len(far_end.requests)
         expected = sent + 1
         assert (await one.answer("What is kept?")).trace.warmed_up
@@ -503,8 +451,8 @@ class TestAServerThatFails:
         assert (await one.answer("What is kept?", scope="red")).trace.warmed_up
         assert ledger.open == 0
 
-    async def test_to_report_usage_is_asked_once(self, far_end: FarEnd, made: Client, ledger: Ledger) -> None:
-        far_end.play = lambda body: "refuse"
+    async def test_to_report_usage_is_asked_once(self, far_end: Server, made: Client, ledger: Ledger) -> None:
+        far_end.plays(error(400, "unknown field: stream_options"), Response(PIECES), Response(PIECES))
         one = made(played([0]))
         for _ in range(2):
             stream = await one.answer("What is kept?")
@@ -519,8 +467,8 @@ class TestAServerThatFails:
         with pytest.raises(ValueError, match="cache_salt"):
             await one.answer("What is kept?", scope="a/b")
 
-    async def test_a_warm_up_takes_what_shapes_the_prompt_and_nothing_else(self, far_end: FarEnd, made: Client) -> None:
-        one = made(played(far_end.has_come, [0]), warm_up=True)
+    async def test_a_warm_up_takes_what_shapes_the_prompt_and_nothing_else(self, far_end: Server, made: Client) -> None:
+        one = made(played(lambda: has_come(far_end), [0]), warm_up=True)
         shaping = {"chat_template_kwargs": {"enable_thinking": False}}
         await one.answer("What?", stop=["."], extra_body=shaping | {"min_tokens": 2}, scope="red", temperature=None)
         warm_up, question = far_end.requests
@@ -535,7 +483,7 @@ class TestAServerThatFails:
 
 
 class TestTheLoad:
-    async def test_of_a_server_is_read_while_searches_run(self, far_end: FarEnd) -> None:
+    async def test_of_a_server_is_read_while_searches_run(self, far_end: Server) -> None:
         far_end.metrics = (
             'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_running{engine="1"} 1.0\n'
             'vllm:num_requests_waiting{engine="0"} 3.0\nvllm:num_requests_waiting_by_reason{reason="capacity"} 3.0\n'
@@ -561,7 +509,7 @@ class TestTheLoad:
             assert far_end.polls <= polls + 1
             await poll.close()
 
-    async def test_of_a_server_that_does_not_say_is_not_known(self, far_end: FarEnd) -> None:
+    async def test_of_a_server_that_does_not_say_is_not_known(self, far_end: Server) -> None:
         async with openai.AsyncOpenAI(base_url=far_end.url, api_key="none") as server:
             poll = MetricsPoll(server, WatchedEngine(None))  # type: ignore[arg-type]
 
@@ -656,128 +604,3 @@ def test_packages_that_are_missing_are_named_when_they_are_needed(python: Any) -
     )
     done = python("-c", script, blocked=("openai", "vllm", "torch", "httpx"))
     assert re.findall(r"'\.\[\w+\]'", done.stdout) == ["'.[live]'", "'.[vllm]'"], done.stderr
-
-
-IN_PROCESS = """
-import asyncio, sys, time
-from ragorder import Document, Orderer, PromptBuilder
-from ragorder.adapters.openai.pipelined import PromptRequest, ordered_pipeline
-from ragorder.adapters.vllm.async_engine import AsyncVLLM
-from ragorder.adapters.workflows import ordered_workflows
-from ragorder.eval.engines.vllm import has_fast_bfloat16
-from ragorder.eval.engines.models import load_tokenizer
-from ragorder.pipelining import Provisional
-from ragorder.pipelining.workflow import irg
-
-DOCUMENTS = [Document(f"d{n}", f"Secret {n} is kept in drawer {n}. " * 2) for n in range(4)]
-last = None
-
-class Stats:
-    def __init__(self, *_): pass
-    def record(self, scheduler_stats, *_, **__):
-        global last
-        if scheduler_stats is not None:
-            last = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
-    def log_engine_initialized(self): pass
-    def log(self): pass
-    def record_sleep_state(self, *_): pass
-
-async def main(model):
-    from vllm import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-    arguments = AsyncEngineArgs(
-        model, dtype="bfloat16" if has_fast_bfloat16() else "float32", enforce_eager=True, block_size=32,
-        num_gpu_blocks_override=129, kv_cache_memory_bytes=1 << 26, max_model_len=2048, max_num_batched_tokens=2048,
-    )
-    llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[Stats])
-    engine = AsyncVLLM(llm)
-    builder = PromptBuilder("You are careful. Use the documents. " * 12, tokenizer=load_tokenizer(model))
-
-    async def answers(speculate):
-        await llm.reset_prefix_cache()
-        orderer = Orderer(tokens=builder.document_tokens, block_size=32, capacity_tokens=4096, feedback=False,
-                          prefix_tokens=builder.prefix_tokens, strict=True)
-        given = []
-        for stages in ([[0, 1], [1, 2], [1, 2]], [[2, 3], [2, 3], [1, 2]], [[0], [0], [0]]):
-            async def search(question):
-                for stage in stages:
-                    await asyncio.sleep(0.05)
-                    yield Provisional([DOCUMENTS[n] for n in stage], stage is stages[-1])
-            pipeline = ordered_pipeline(engine, orderer=orderer, builder=builder, retrieval=search, max_prefill_bs=4,
-                                        speculate=speculate, requests=engine.requests)
-            given.append(await pipeline.answer(Question("What is kept?", "red", 8, options={"ignore_eos": True})))
-            await pipeline.close()
-        return given
-
-    plain, speculated = await answers(False), await answers(True)
-    assert [stream.text for stream in plain] == [stream.text for stream in speculated]
-    assert [stream.trace.right for stream in speculated] == [True, False, True]
-    assert speculated[0].trace.warmed_up and not speculated[1].trace.warmed_up
-    for one, other in zip(plain, speculated):
-        assert one.usage.completion_tokens == other.usage.completion_tokens == 8
-        assert one.usage.prompt_tokens == other.usage.prompt_tokens
-        assert other.usage.cached_tokens >= one.usage.cached_tokens - 32
-    assert plain[1].usage.cached_tokens >= builder.prefix_tokens // 32 * 32 >= 64
-
-    # A workflow finds the documents of the one before.
-    orderer = Orderer(tokens=builder.document_tokens, block_size=32, capacity_tokens=4096, strict=True,
-                      prefix_tokens=builder.prefix_tokens)
-    async with ordered_workflows(
-        engine, lambda vector, k: range(k), lambda query: [0.0], DOCUMENTS.__getitem__, orderer=orderer,
-        builder=builder, prompts="token_ids", requests=engine.requests, warm_up=False,
-    ) as server:
-        graph = irg(topk=4, rounds=1, max_tokens=8).compile()
-        results = [await server.run(graph, "What is kept?", scope="blue") for _ in range(2)]
-    first, second = [each for result in results for each in result.trace.pieces if each.worker == "engine"]
-    documents = builder.prefix_tokens + sum(map(builder.document_tokens, DOCUMENTS))
-    assert first.cached_tokens == 0 and second.cached_tokens >= documents // 32 * 32, (first, second)
-
-    # Each would run for many seconds, and show among those that run while the short one does.
-    ids = builder.build("What?", DOCUMENTS).token_ids
-    long = PromptRequest(None, ids, None, {"max_tokens": 1500, "ignore_eos": True, "temperature": 0.0})
-    for pieces in (0, 1, 5):
-        async def consume():
-            stream = engine.stream(long)
-            for _ in range(pieces):
-                await anext(stream)
-            if pieces:
-                await stream.aclose()
-            else:
-                await anext(stream)
-        task = asyncio.create_task(consume())
-        if not pieces:
-            await asyncio.sleep(0)
-            task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert engine.requests() == 0, (pieces, engine.requests())
-    short = PromptRequest(None, ids, None, {"max_tokens": 4, "temperature": 0.0})
-    assert [chunk async for chunk in engine.stream(short)][-1].usage.finish_reason
-    deadline = time.monotonic() + 60
-    while last not in ((0, 0), (1, 0)) and time.monotonic() < deadline:
-        await asyncio.sleep(0.1)
-    assert last in ((0, 0), (1, 0)), last
-    before = last
-    await asyncio.sleep(0.3)
-    assert last == before, "something still runs"
-    try:
-        await anext(engine.stream(PromptRequest([], None, None, {})))
-    except ValueError as error:
-        print(error)
-    llm.shutdown()
-
-if __name__ == "__main__":
-    from ragorder.adapters.openai.pipelined import Question
-    asyncio.run(main(sys.argv[1]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
-def test_vllm_in_this_process(vllm_model: Path, python: Any, tmp_path: Path) -> None:
-    """In a process of its own. The answers are those without speculation, and an abort frees the engine."""
-    script = tmp_path / "in_process.py"
-    script.write_text(IN_PROCESS, "utf-8")
-    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
-    done = python(script, vllm_model, timeout=240, **quiet)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "prompts='token_ids'" in done.stdout
