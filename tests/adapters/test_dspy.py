@@ -276,30 +276,6 @@ class TestInAProgram:
             assert retrieve("a b c d").passages == ["a", "b", "c"]
             assert retrieve("c b a d").passages == ["a", "b", "c"]
 
-    def test_it_wraps_dspys_own_embeddings(self, orderer: Orderer) -> None:
-        corpus = ["ships", "lamps", "ships and lamps"]
-
-        def embed(texts: list[str]) -> Any:
-            return np.array([[text.count("ship") * 2.0, text.count("lamp"), 0.1] for text in texts])
-
-        embeddings = pytest.importorskip("dspy.retrievers.embeddings")
-        if not hasattr(embeddings, "EmbeddingsWithScores"):
-            pytest.skip("this version gives no scores")
-        inner = embeddings.EmbeddingsWithScores(corpus, embed, k=3)
-        retrieve = CacheOrderRetriever(inner, orderer)
-        first, plain, ordered = retrieve("ship"), inner("lamp"), retrieve("lamp")
-        assert plain.passages != first.passages == ordered.passages
-        assert [corpus[index] for index in ordered.indices] == ordered.passages
-        scores = [dict(zip(each.passages, each.scores, strict=True)) for each in (ordered, plain)]
-        assert scores[0] == scores[1]
-
-    def test_parallel_runs_get_their_own_passages(self, orderer: Orderer) -> None:
-        retrieve = CacheOrderRetriever(words, orderer)
-        queries = [f"{'abcd'[n % 4]} n{n} m{n} z" for n in range(32)]
-        parallel = dspy.Parallel(num_threads=8, disable_progress_bar=True)
-        found = parallel([(retrieve, {"query": query}) for query in queries])
-        assert [sorted(result.passages) for result in found] == [sorted(query.split()) for query in queries]
-
 
 class TestCopiesAndFiles:
     @pytest.mark.parametrize(
@@ -339,14 +315,3 @@ class TestCopiesAndFiles:
         assert again.dump_state() == program.dump_state()
         program.retrieve("a b")
         assert again.retrieve("b a").passages == ["a", "b"]
-
-    def test_a_whole_program_is_loaded_with_an_orderer_of_its_own_and_the_same_settings(self, tmp_path: Path) -> None:
-        orderer = Orderer(block_size=1, keep_first=1)
-        retrieve = CacheOrderRetriever(Found(), orderer, key=lambda passage: None)
-        retrieve("a b c")
-        RAG(retrieve).save(tmp_path / "program", save_program=True)
-        again = dspy.load(tmp_path / "program", allow_pickle=True).retrieve
-        assert again("a c b").passages == ["a", "c", "b"]
-        assert again("a b c").passages == ["a", "c", "b"]
-        assert again("b a c").passages[0] == "b"
-        assert retrieve("a c b").passages == ["a", "b", "c"]

@@ -121,15 +121,6 @@ class TestTopK:
             await CacheOrderRanker(orderer).run_async(found("a"), top_k=top_k)
 
 
-async def test_the_scope_of_a_run_replaces_that_of_the_ranker_and_scopes_share_nothing(orderer: Orderer) -> None:
-    ranker = CacheOrderRanker(orderer, scope="ours")
-    ranker.run(found("a", "b"))
-    assert names(ranker.run(found("b", "a"), scope="theirs")["documents"]) == ["b", "a"]
-    assert names((await ranker.run_async(found("b", "a"), scope="nobody's"))["documents"]) == ["b", "a"]
-    assert names(ranker.run(found("b", "a"))["documents"]) == ["a", "b"]
-    assert names(CacheOrderRanker(orderer).run(found("b", "a"), scope="ours")["documents"]) == ["a", "b"]
-
-
 def test_an_orderer_is_given_or_made_of_settings_or_of_the_environment(
     orderer: Orderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,11 +199,12 @@ class TestInAPipeline:
         asynchronous = await ordered.run_async(self.data("lens"))
         assert self.lines(asynchronous) == after[0]
 
-    def test_scope_and_top_k_are_inputs_of_a_run(self, orderer: Orderer) -> None:
-        pipeline = self.pipeline(CacheOrderRanker(orderer))
+    async def test_scope_and_top_k_of_a_run_replace_those_of_the_ranker(self, orderer: Orderer) -> None:
+        pipeline = self.pipeline(CacheOrderRanker(orderer, scope="ours"))
         first, second = (self.lines(self.pipeline(None).run(self.data(question))) for question in ("lamp", "lens"))
-        assert self.lines(pipeline.run(self.data("lamp", scope="ours"))) == first
+        assert self.lines(pipeline.run(self.data("lamp"))) == first
         assert self.lines(pipeline.run(self.data("lens", scope="theirs"))) == second
+        assert self.lines(await pipeline.run_async(self.data("lens", scope="nobody's"))) == second
         assert self.lines(pipeline.run(self.data("lens", scope="ours"))) == first
         assert len(self.lines(pipeline.run(self.data("lens", top_k=2)))) == 2
 

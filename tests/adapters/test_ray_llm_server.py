@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("ray.serve")
 
 from pydantic import BaseModel, ConfigDict
+from support.sent_requests import RecordingOrderer
 
 from ragorder import Orderer
 from ragorder.adapters.ray.ordered_calls import MalformedDocumentsError, OrderedCalls
@@ -53,17 +54,6 @@ class Failure(BaseModel):
     error: str
 
 
-class WatchedOrderer(Orderer):
-    def __init__(self) -> None:
-        super().__init__(capacity_tokens=4096, block_size=16, strict=True)
-        self.outcomes: list[RequestOutcome] = []
-
-    def order(self, *documents: Any, **options: Any) -> Any:
-        ordering = super().order(*documents, **options)
-        ordering.add_done_callback(self.outcomes.append)
-        return ordering
-
-
 class TestCallsOfRaysLLMServer:
     USAGE: ClassVar = {"prompt_tokens": 400, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
     EVENTS: ClassVar = [
@@ -88,21 +78,21 @@ class TestCallsOfRaysLLMServer:
 
     @pytest.mark.parametrize(("stream", "answers"), [(False, [Answer(usage=USAGE)]), (True, EVENTS)])
     async def test_are_ordered_alike_and_their_answers_are_read(self, stream: bool, answers: list[Any]) -> None:
-        orderer = WatchedOrderer()
+        orderer = RecordingOrderer()
         calls, server = OrderedCalls(orderer), Server(*answers)
         for names in ("bac", "cab"):
             assert await self.run(calls, server, self.request(names, stream=stream)) == answers
         first, second = server.asked
         assert self.order_in(first) == self.order_in(second)
         assert first.stream is stream and "ragorder" not in (first.model_extra or {})
-        assert orderer.outcomes == [RequestOutcome(True, 0, 401, 400)] * 2
+        assert orderer.finished == [RequestOutcome(True, 0, 401, 400)] * 2
 
     @pytest.mark.parametrize("answers", [[Failure(error="no")], [ValueError("no")]])
     async def test_that_fail_count_as_not_served(self, answers: list[Any]) -> None:
-        orderer = WatchedOrderer()
+        orderer = RecordingOrderer()
         with suppress(ValueError):
             await self.run(OrderedCalls(orderer), Server(*answers), self.request("abc"))
-        (outcome,) = orderer.outcomes
+        (outcome,) = orderer.finished
         assert not outcome.served
 
     async def test_without_documents_go_on_as_they_are(self) -> None:
@@ -144,7 +134,7 @@ async def test_rays_own_server_orders_its_own_requests() -> None:
     from ray.serve.llm import LLMConfig
     from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 
-    orderer = WatchedOrderer()
+    orderer = RecordingOrderer()
 
     class OrderedServer(module.OrderedLLMServer):  # type: ignore[misc, name-defined]
         def make_calls(self) -> OrderedCalls:
@@ -163,4 +153,4 @@ async def test_rays_own_server_orders_its_own_requests() -> None:
     request = CompletionRequest(model="m", prompt="Answer.", **tagged)
     assert len([answer async for answer in await server.completions(request)]) == 1
     assert server.engine.asked[-1].prompt.startswith("Answer.") and "a a a" in server.engine.asked[-1].prompt
-    assert orderer.outcomes == [RequestOutcome(True, 0, 401, 400)] * 3
+    assert orderer.finished == [RequestOutcome(True, 0, 401, 400)] * 3

@@ -26,7 +26,6 @@ msgspec = pytest.importorskip("msgspec")
 pytest.importorskip("redis")
 pytest.importorskip("starlette")
 
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from support.bodies import Bodies
@@ -499,25 +498,17 @@ class TestOptions:
         with pytest.raises(ValueError, match=said):
             SharedOrderer(url)
 
-    def test_shared_orders_of_the_proxy(self, server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-        from ragorder.cli.serve import serve
-
-        made: list[Any] = []
-        monkeypatch.setattr(
-            "ragorder.adapters.proxy.make_app", lambda orderer, **options: made.extend((orderer, options))
-        )
-        monkeypatch.setattr("ragorder.adapters.http_server.server.run_server", lambda *args, **options: None)
-        sizes = ["--upstream", "http://127.0.0.1:9", "--capacity-tokens", "4096", "--block-size", "16", "--port", "0"]
-        result = CliRunner().invoke(serve, [*sizes, "--shared-orders", server.url])
-        assert result.exit_code == 0, result.output
-        orderer, options = made
-        ordering = orderer.order(DOCUMENTS[:2])
-        options["on_sent"](DOCUMENTS[:2], ordering.permutation)
+    def test_shared_orders_of_the_proxy(self, server: RedisServer, run_serve: Callable[..., Any]) -> None:
+        sizes = ["--capacity-tokens", "4096", "--block-size", "16"]
+        served = run_serve(*sizes, "--shared-orders", server.url)
+        assert served.exit_code == 0, served.said
+        ordering = served.orderer.order(DOCUMENTS[:2])
+        served.app["on_sent"](DOCUMENTS[:2], ordering.permutation)
         assert eventually(lambda: server.length() == 1)
-        orderer.close()
+        served.orderer.close()
         for wrong, reason in (
             (["--shared-orders", "nowhere"], "not a URL such as"),
             (["--shared-orders", server.url, "--shadow"], "several proxies of one server"),
         ):
-            result = CliRunner().invoke(serve, [*sizes, *wrong])
-            assert result.exit_code == 2 and reason in result.output
+            refused = run_serve(*sizes, *wrong)
+            assert refused.exit_code == 2 and reason in refused.said
