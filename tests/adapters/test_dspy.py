@@ -63,7 +63,6 @@ class Once(dspy.Module):  # type: ignore[misc]
 
 
 class TestContract(FrameworkContract):
-    package, extra, module = "dspy", "dspy", "ragorder.adapters.dspy"
     has_metadata = False
 
     def adapter(self, orderer: Any, **options: Any) -> CacheOrderRetriever:
@@ -72,13 +71,11 @@ class TestContract(FrameworkContract):
     def found(self, *names: str, text: str = "the text of {}.", source: str | None = None) -> list[str]:
         return [text.format(name) for name in names]
 
-    def order(self, adapter: Any, documents: list[str]) -> list[str]:
-        passages: list[str] = adapter(documents).passages
-        return passages
+    def order(self, adapter: Any, documents: list[str]) -> Any:
+        return adapter(documents).passages
 
-    async def aorder(self, adapter: Any, documents: list[str]) -> list[str]:
-        passages: list[str] = (await adapter.acall(documents)).passages
-        return passages
+    async def aorder(self, adapter: Any, documents: list[str]) -> Any:
+        return (await adapter.acall(documents)).passages
 
     def read(self, document: Any) -> tuple[str, str]:
         return "", str(document)

@@ -62,7 +62,6 @@ def one_token(document: Document) -> int:
 
 
 class TestContract(FrameworkContract):
-    package, extra, module = "haystack", "haystack", "ragorder.adapters.haystack"
     options = ("key", "tokens")
 
     def adapter(self, orderer: Any, **options: Any) -> CacheOrderRanker:
@@ -72,13 +71,11 @@ class TestContract(FrameworkContract):
         meta = {} if source is None else {"source": source}
         return [Document(id=name, content=text.format(name), meta=meta) for name in names]
 
-    def order(self, adapter: CacheOrderRanker, documents: list[Document]) -> list[Document]:
-        ordered: list[Document] = adapter.run(documents)["documents"]
-        return ordered
+    def order(self, adapter: CacheOrderRanker, documents: list[Document]) -> Any:
+        return adapter.run(documents)["documents"]
 
-    async def aorder(self, adapter: CacheOrderRanker, documents: list[Document]) -> list[Document]:
-        ordered: list[Document] = (await adapter.run_async(documents))["documents"]
-        return ordered
+    async def aorder(self, adapter: CacheOrderRanker, documents: list[Document]) -> Any:
+        return (await adapter.run_async(documents))["documents"]
 
     def read(self, document: Any) -> tuple[str, str]:
         return (document.id, document.content) if isinstance(document, Document) else ("", "")

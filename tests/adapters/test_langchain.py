@@ -92,8 +92,6 @@ requests = st.lists(documents_lists, min_size=1, max_size=4)
 
 
 class _LangChainContract(FrameworkContract):
-    package, extra, module = "langchain_core", "langchain", "ragorder.adapters.langchain"
-
     def found(self, *names: str, text: str = "the text of {}.", source: str | None = None) -> list[Document]:
         metadata = {} if source is None else {"source": source}
         return [Document(text.format(name), id=name, metadata=metadata) for name in names]
@@ -106,13 +104,11 @@ class TestTransformerContract(_LangChainContract):
     def adapter(self, orderer: Any, **options: Any) -> CacheOrderTransformer:
         return CacheOrderTransformer(orderer, **options)
 
-    def order(self, adapter: Any, documents: list[Document]) -> list[Document]:
-        ordered: list[Document] = adapter.invoke(documents)
-        return ordered
+    def order(self, adapter: Any, documents: list[Document]) -> Any:
+        return adapter.invoke(documents)
 
-    async def aorder(self, adapter: Any, documents: list[Document]) -> list[Document]:
-        ordered: list[Document] = await adapter.ainvoke(documents)
-        return ordered
+    async def aorder(self, adapter: Any, documents: list[Document]) -> Any:
+        return await adapter.ainvoke(documents)
 
 
 GIVEN: dict[str, list[Document]] = {}
@@ -130,19 +126,14 @@ def _find(question: str) -> list[Document]:
 
 
 class TestRetrieverContract(_LangChainContract):
-    test_without_the_framework_the_import_names_the_extra = None  # type: ignore[assignment]
-
     def adapter(self, orderer: Any, **options: Any) -> CacheOrderRetriever:
-        retriever: CacheOrderRetriever = CacheOrderRetriever(RunnableLambda(_find), orderer, **options)
-        return retriever
+        return CacheOrderRetriever(RunnableLambda(_find), orderer, **options)
 
-    def order(self, adapter: Any, documents: list[Document]) -> list[Document]:
-        ordered: list[Document] = adapter.invoke(_question(documents))
-        return ordered
+    def order(self, adapter: Any, documents: list[Document]) -> Any:
+        return adapter.invoke(_question(documents))
 
-    async def aorder(self, adapter: Any, documents: list[Document]) -> list[Document]:
-        ordered: list[Document] = await adapter.ainvoke(_question(documents))
-        return ordered
+    async def aorder(self, adapter: Any, documents: list[Document]) -> Any:
+        return await adapter.ainvoke(_question(documents))
 
 
 class TestDocuments:

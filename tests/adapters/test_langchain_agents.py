@@ -229,12 +229,6 @@ def test_wrong_options_are_refused_at_once() -> None:
         CacheOrderMiddleware(Orderer(), repeat="never")  # type: ignore[arg-type]
 
 
-def test_without_langchain_the_import_names_the_extra(python: Any) -> None:
-    done = python("-c", "import ragorder.adapters.langchain.middleware", blocked=("langchain",))
-    assert done.returncode == 1
-    assert "pip install '.[langchain]' 'langchain>=1,<2'" in done.stderr
-
-
 def test_other_text_of_a_tool_stays_when_documents_are_named(server: ChatServer, recorder: Recorder) -> None:
     agent = make_agent(server, recorder, tools=[tool_of(reporting)], repeat="name")
     ask(agent, "One|ab")

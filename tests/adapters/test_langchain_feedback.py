@@ -216,8 +216,8 @@ class TestWhichCallAnOrderingBelongsTo:
         ],
     )
     def test_of_one_run(self, orderer: Watched, retriever: Any, steps: str, outcomes: list[RequestOutcome]) -> None:
-        """?ab retrieves a and b; ab#7 asks about them with the number 7, with an exclamation mark in vain; ab#7( begins to
-        ask, and 7) has the answer. What stands before a slash is the branch."""
+        """?ab retrieves a and b; ab#7 asks about them with the number 7, in vain with an exclamation mark; ab#7( begins
+        to ask, and 7) has the answer. What stands before a slash is the branch."""
         branches: dict[str, Any] = {}
         begun: dict[str, Any] = {}
 

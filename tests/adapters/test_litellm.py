@@ -245,10 +245,6 @@ class TestHook:
         """It calls no inherited one."""
         assert "async_pre_call_hook" in vars(OrderDocuments)
 
-    def test_a_missing_package_is_named_with_the_extra(self, python: Any) -> None:
-        done = python("-c", "import ragorder.adapters.litellm", blocked=("litellm",))
-        assert "needs litellm: in a clone of ragorder, pip install '.[litellm]'" in done.stderr
-
 
 class TestOutcomes:
     @pytest.fixture

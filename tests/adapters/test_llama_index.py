@@ -94,8 +94,6 @@ def shown(text: Any) -> list[str]:
 
 
 class _LlamaIndexContract(FrameworkContract):
-    package, extra, module = "llama_index", "llama-index", "ragorder.adapters.llama_index"
-
     def found(self, *names: str, text: str = "the text of {}.", source: str | None = None) -> list[NodeWithScore]:
         metadata = {} if source is None else {"source": source}
         return [NodeWithScore(node=TextNode(id_=name, text=text.format(name), metadata=metadata)) for name in names]
@@ -110,13 +108,11 @@ class TestPostprocessorContract(_LlamaIndexContract):
     def adapter(self, orderer: Any, **options: Any) -> CacheOrderPostprocessor:
         return CacheOrderPostprocessor(orderer, **options)
 
-    def order(self, adapter: Any, documents: list[NodeWithScore]) -> list[NodeWithScore]:
-        nodes: list[NodeWithScore] = adapter.postprocess_nodes(documents)
-        return nodes
+    def order(self, adapter: Any, documents: list[NodeWithScore]) -> Any:
+        return adapter.postprocess_nodes(documents)
 
-    async def aorder(self, adapter: Any, documents: list[NodeWithScore]) -> list[NodeWithScore]:
-        nodes: list[NodeWithScore] = await adapter.apostprocess_nodes(documents)
-        return nodes
+    async def aorder(self, adapter: Any, documents: list[NodeWithScore]) -> Any:
+        return await adapter.apostprocess_nodes(documents)
 
 
 class Given(BaseRetriever):
@@ -144,18 +140,14 @@ class Given(BaseRetriever):
 
 
 class TestRetrieverContract(_LlamaIndexContract):
-    test_without_the_framework_the_import_names_the_extra = None  # type: ignore[assignment]
-
     def adapter(self, orderer: Any, **options: Any) -> CacheOrderRetriever:
         return CacheOrderRetriever(Given(), orderer, **options)
 
-    def order(self, adapter: Any, documents: list[NodeWithScore]) -> list[NodeWithScore]:
-        nodes: list[NodeWithScore] = adapter.retrieve(Given.query(documents))
-        return nodes
+    def order(self, adapter: Any, documents: list[NodeWithScore]) -> Any:
+        return adapter.retrieve(Given.query(documents))
 
-    async def aorder(self, adapter: Any, documents: list[NodeWithScore]) -> list[NodeWithScore]:
-        nodes: list[NodeWithScore] = await adapter.aretrieve(Given.query(documents))
-        return nodes
+    async def aorder(self, adapter: Any, documents: list[NodeWithScore]) -> Any:
+        return await adapter.aretrieve(Given.query(documents))
 
     def test_an_unreadable_document_leaves_retrieval_order_and_is_counted(self, orderer: Orderer) -> None:
         pytest.skip("LlamaIndex's own retrievers refuse other objects")

@@ -341,18 +341,6 @@ class TestTracing:
         assert len(ObservedOrderer(make_orderer(), [Tracing()]).order(DOCUMENTS[:5]).documents) == 5
 
 
-@pytest.mark.parametrize(
-    ("made", "package", "extra"),
-    [
-        ("prometheus import Metrics", "prometheus_client", "proxy"),
-        ("opentelemetry import Tracing", "opentelemetry", "live"),
-    ],
-)
-def test_needs_its_extra(python: Any, made: str, package: str, extra: str) -> None:
-    code = f"from ragorder.adapters.observing.{made}; {made.split()[-1]}()"
-    assert f"pip install '.[{extra}]'" in python("-c", code, blocked=(package,)).stderr
-
-
 class TestStatsCommand:
     """`ragorder stats`, against a metrics page over HTTP."""
 

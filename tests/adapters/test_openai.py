@@ -359,20 +359,6 @@ class TestConstruction:
         with pytest.raises(ValueError, match=message):
             connect(**options)
 
-    def test_the_module_is_imported_without_openai(self, python: Any) -> None:
-        script = (
-            "from ragorder import Orderer, PromptBuilder\n"
-            "from ragorder.adapters.openai import AsyncOrderedClient, OrderedClient\n"
-            "for client in (OrderedClient, AsyncOrderedClient):\n"
-            "    try:\n"
-            "        client(object(), model='m', orderer=Orderer(), builder=PromptBuilder())\n"
-            "    except ImportError as error:\n"
-            "        print(error)\n"
-        )
-        done = python("-c", script, blocked=("openai", "httpx", "httpx2"))
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("pip install '.[live]'") == 2
-
 
 # ---------------------------------------------------------------- a real server
 

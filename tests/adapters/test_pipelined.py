@@ -589,14 +589,3 @@ class TestPrompts:
             OrderedPrompts(Orderer(), PromptBuilder(), "text")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="tokenizer"):
             SystemPrefix(Orderer(), PromptBuilder(), WatchedEngine(None), "token_ids")  # type: ignore[arg-type]
-
-
-def test_packages_that_are_missing_are_named_when_they_are_needed(python: Any) -> None:
-    script = (
-        "from ragorder.adapters.openai.pipelined import OpenAIStreams\n"
-        "from ragorder.adapters.vllm.async_engine import AsyncVLLM\n"
-        "for make in (lambda: OpenAIStreams(None, 'm'), lambda: AsyncVLLM(None)):\n"
-        "    try:\n        make()\n    except ImportError as error:\n        print(error)\n"
-    )
-    done = python("-c", script, blocked=("openai", "vllm", "torch", "httpx"))
-    assert re.findall(r"'\.\[\w+\]'", done.stdout) == ["'.[live]'", "'.[vllm]'"], done.stderr

@@ -122,9 +122,3 @@ def test_what_cannot_be_read_is_said(documents: list[list[Any]], options: dict[s
 def test_less_than_one_shard_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         plan_dataset(dataset([["a"]]), 0)
-
-
-def test_without_ray_the_extra_is_named(python: Any) -> None:
-    script = "from ragorder.adapters.ray_data import plan_dataset\nplan_dataset(None, 2)"
-    done = python("-c", script, blocked=("ray",))
-    assert "ragorder.adapters.ray_data needs ray: in a clone of ragorder, pip install '.[ray]'" in done.stderr

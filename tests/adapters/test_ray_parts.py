@@ -69,10 +69,6 @@ class TestTheContract:
         with pytest.raises(UnsupportedRayError, match=rf"{re.escape(changed)}.*pip install '\.\[ray\]'"):
             make_application(EmbeddedEngine("/models/none"))
 
-    def test_without_ray_the_extra_is_named(self, python: Any) -> None:
-        done = python("-c", "import ragorder.adapters.ray", blocked=("ray",))
-        assert "Ray Serve needs ray: in a clone of ragorder, pip install '.[ray]'" in done.stderr
-
 
 class TestTheApplication:
     def test_has_a_request_router_of_its_own(self) -> None:

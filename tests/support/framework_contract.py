@@ -84,10 +84,6 @@ def broken(*_: object, **__: object) -> Any:
 
 
 class FrameworkContract(ABC):
-    package: ClassVar[str]
-    """The framework's package, without which the adapter names the extra to install."""
-    extra: ClassVar[str]
-    module: ClassVar[str]
     options: ClassVar[tuple[str, ...]] = ("key", "tokens", "scope")
     """Options that may be a function."""
     has_metadata: ClassVar[bool] = True
@@ -210,7 +206,7 @@ class FrameworkContract(ABC):
     def test_chunks_of_one_source_keep_their_order(self) -> None:
         """The orderer sees a document's metadata: its guards work in every framework."""
         if not self.has_metadata:
-            pytest.skip(f"{self.package} has no metadata")
+            pytest.skip("documents of this framework have no metadata")
         for keep_groups, expected in ((False, "ab"), (True, "ba")):
             adapter = self.adapter(Orderer(block_size=1, keep_groups=keep_groups))
             self.order(adapter, self.found(*"ab", source="book"))
@@ -233,9 +229,3 @@ class FrameworkContract(ABC):
         for results in (in_threads, in_tasks):
             assert [sorted(self.texts(each)) for each in results] == [sorted(self.expected(*n)) for n in CONCURRENT]
         assert orderer.fallbacks == 0
-
-    def test_without_the_framework_the_import_names_the_extra(self, python: Any) -> None:
-        done = python("-c", f"import {self.module}", blocked=(self.package,))
-        assert done.returncode == 1
-        assert "ImportError" in done.stderr
-        assert f"pip install '.[{self.extra}]'" in done.stderr
