@@ -15,7 +15,7 @@ pytest.importorskip("langchain_openai")
 pytest.importorskip("starlette")
 
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, RemoveMessage, SystemMessage, ToolMessage
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_openai import ChatOpenAI
@@ -79,64 +79,40 @@ class TestChains(ConversationContract):
         return ChainChat(CacheOrderTurn(model(server), orderer, builder=builder, **options))
 
 
-class GraphChat(FrameworkChat):
-    """A graph with a checkpointer: each turn gives it a question only."""
-
-    def __init__(self, turn: CacheOrderTurn) -> None:
-        graph = pytest.importorskip("langgraph.graph")
-        memory = importlib.import_module("langgraph.checkpoint.memory").InMemorySaver()
-
-        class State(graph.MessagesState):  # type: ignore[name-defined, misc]
-            context: list[Document]
-            sources: list[Document]
-
-        retrieve = RunnableLambda(lambda state: {"context": documents(state["messages"][-1].content.split("|")[1])})
-        self.turn = turn
-        nodes = graph.StateGraph(State).add_node("retrieve", retrieve).add_node("answer", turn)
-        nodes.add_edge(graph.START, "retrieve").add_edge("retrieve", "answer").add_edge("answer", graph.END)
-        self.graph = nodes.compile(checkpointer=memory)
-        self.config = {"configurable": {"thread_id": "one"}}
-        self.state: dict[str, Any] = {"messages": []}
-
-    def asked(self, question: str, names: str) -> Any:
-        return {"messages": [HumanMessage(f"{question}|{names}")]}
-
-    def ask(self, question: str, names: str) -> str:
-        self.state = self.graph.invoke(self.asked(question, names), self.config)
-        return str(self.state["messages"][-1].content)
-
-    async def aask(self, question: str, names: str) -> str:
-        self.state = await self.graph.ainvoke(self.asked(question, names), self.config)
-        return str(self.state["messages"][-1].content)
-
-    @property
-    def sources(self) -> list[Any]:
-        return list(self.state["sources"])
-
-    def label(self, document: Any) -> str:
-        return self.turn.label(document)
-
-    def history(self) -> list[Any]:
-        return list(self.state["messages"])
-
-    def cut(self, messages: int) -> None:
-        remove = importlib.import_module("langchain_core.messages").RemoveMessage
-        gone = [remove(message.id) for message in self.state["messages"][:-messages]]
-        self.graph.update_state(self.config, {"messages": gone}, as_node="answer")
-
-
-class TestGraphs(ConversationContract):
-    def chat(self, server: ChatServer, orderer: Any, builder: PromptBuilder, **options: Any) -> FrameworkChat:
-        return GraphChat(CacheOrderTurn(model(server), orderer, builder=builder, **options))
-
-    def test_a_failed_turn_leaves_the_history_as_it_was(self, *_: Any, **__: Any) -> None:
-        pytest.skip("a graph keeps the question of a run that has failed; it is asked again as it was")
-
-
 @pytest.fixture
 def server() -> Any:
     with chat_server() as server:
         yield server
+
+
+async def test_in_a_node_of_langgraph_question_and_history_are_its_messages(server: ChatServer) -> None:
+    """A graph with a checkpointer: each turn gives it a question only."""
+    graph = pytest.importorskip("langgraph.graph")
+    memory = importlib.import_module("langgraph.checkpoint.memory").InMemorySaver()
+
+    class State(graph.MessagesState):  # type: ignore[name-defined, misc]
+        context: list[Document]
+        sources: list[Document]
+
+    recorder = Recorder(Orderer(block_size=BLOCK, strict=True))
+    nodes = graph.StateGraph(State)
+    nodes.add_node("retrieve", lambda state: {"context": documents(state["messages"][-1].content.split("|")[1])})
+    nodes.add_node("answer", CacheOrderTurn(model(server), recorder, builder=PromptBuilder(SYSTEM)))
+    nodes.add_edge(graph.START, "retrieve").add_edge("retrieve", "answer").add_edge("answer", graph.END)
+    app, config = nodes.compile(checkpointer=memory), {"configurable": {"thread_id": "one"}}
+    for number, names in enumerate(TURNS):
+        asked = {"messages": [HumanMessage(f"Question {number}?|{names}")]}
+        state = await app.ainvoke(asked, config) if number % 2 else app.invoke(asked, config)
+        assert state["messages"][-1].content == server.answers[-1]["content"]
+    assert sorted(each.id for each in state["sources"]) == [*"abcd"]
+    assert len(server.sent) == 6 and server.sent[0][0] == {"role": "system", "content": SYSTEM}
+    server.check_replay()
+    assert [outcome.cached_tokens for outcome in recorder.finished] == server.cached
+
+    gone = [RemoveMessage(message.id) for message in state["messages"][:-2]]
+    app.update_state(config, {"messages": gone}, as_node="answer")
+    app.invoke({"messages": [HumanMessage("And?|b")]}, config)
+    assert text_of("b") in server.sent[-1][-1]["content"], "what was cut off is sent again"
 
 
 REPHRASE = ChatPromptTemplate.from_messages([MessagesPlaceholder("chat_history"), ("human", "{input}")])
@@ -150,12 +126,16 @@ class TestHistoryAwareRetrieval:
         plain = RunnablePassthrough.assign(chat_history=lambda given: turn.questions(given["chat_history"]))
         return plain | aware
 
-    def test_its_documents_follow_the_history(self, server: ChatServer) -> None:
+    def test_in_langchains_own_retrieval_chain_its_documents_follow_the_history(self, server: ChatServer) -> None:
+        chains = pytest.importorskip("langchain_classic.chains")
         turn = CacheOrderTurn(model(server), Orderer(block_size=BLOCK, strict=True), builder=PromptBuilder(SYSTEM))
-        chain = RunnablePassthrough.assign(context=self.chain(server, turn)) | turn
+        chain = chains.create_retrieval_chain(self.chain(server, turn), turn)
         history: list[Any] = []
         for question in ("One?", "And two?", "And three?"):
-            history += chain.invoke({"input": question, "chat_history": history})["messages"]
+            result = chain.invoke({"input": question, "chat_history": history})["answer"]
+            assert result["answer"].content == server.answers[-1]["content"]
+            history += result["messages"]
+        assert [each.id for each in result["sources"]] == ["b", "c"]
         rephrased = server.sent[1::2]
         server.forget(lambda body: body["messages"] in rephrased)
         server.check_replay()
@@ -163,17 +143,6 @@ class TestHistoryAwareRetrieval:
         # What rephrases the question sees no documents.
         assert all("The text of" not in json.dumps(messages) for messages in rephrased)
         assert rephrased[0][0]["content"] == "One?"
-
-    def test_in_langchains_own_retrieval_chain(self, server: ChatServer) -> None:
-        chains = pytest.importorskip("langchain_classic.chains")
-        turn = CacheOrderTurn(model(server), Orderer(block_size=BLOCK, strict=True), builder=PromptBuilder(SYSTEM))
-        chain = chains.create_retrieval_chain(self.chain(server, turn), turn)
-        result = chain.invoke({"input": "One?", "chat_history": []})
-        assert result["answer"]["answer"].content == server.answers[-1]["content"]
-        again = chain.invoke({"input": "Two?", "chat_history": result["answer"]["messages"]})
-        sent = server.sent[0], server.sent[-1]
-        assert sent[1][:2] == sent[0] and len(sent[1]) == 4
-        assert [each.id for each in again["answer"]["sources"]] == ["c", "b"]
 
 
 class TestStreams:
