@@ -20,13 +20,11 @@ from ragorder.ordering import RequestOutcome
 pytest.importorskip("langchain_core")
 
 from langchain_core.caches import InMemoryCache
-from langchain_core.callbacks import AsyncCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.messages import HumanMessage
 from langchain_core.outputs import Generation, LLMResult
 from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda, RunnablePassthrough
-from langchain_core.tools import tool
 from support.framework_contract import Recorder
 from support.langchain_chains import (
     BY_ID,
@@ -128,6 +126,13 @@ class TestReportedTokens:
         chain.invoke("ab: #7", orderer.config)
         assert orderer.outcomes == [usage(7), DISCARDED]
 
+    def test_reach_it_once_if_there_are_two_handlers(self, orderer: Watched) -> None:
+        """One bound to the chain and another one given with the call: one of them finishes, both forget."""
+        other = FeedbackHandler()
+        rag(orderer, Model()).with_config(callbacks=[other]).invoke("ab: #7", orderer.config)
+        assert orderer.outcomes == [usage(7)]
+        assert (other.open_runs, other.waiting_orderings) == (0, 0)
+
     def test_a_chain_with_callbacks_at_the_model_alone_has_no_numbers(self, orderer: Watched) -> None:
         rag(orderer, Model(callbacks=[orderer.handler])).invoke("ab: #7")
         assert orderer.outcomes == [NO_NUMBERS]
@@ -211,13 +216,14 @@ class TestWhichCallAnOrderingBelongsTo:
             # No documents can be recognised. The second were retrieved during the first one's call.
             pytest.param("?ab AB#1( ?cd CD#2( 2) 1)", [NO_NUMBERS, usage(2)], id="the only one of another"),
             pytest.param("?ab ab#7! ab#8! ab#9", [usage(9)], id="the last attempt"),
+            pytest.param("x/?ab x/! #99", [DISCARDED], id="none of a tool or chain that failed before it asked"),
             pytest.param("?ab ab#7! #99", [DISCARDED], id="none that has no documents after one that failed"),
             pytest.param("?ab ab#7! ?ab ab#7", [DISCARDED, usage(7)], id="an attempt with its own retrieval"),
         ],
     )
     def test_of_one_run(self, orderer: Watched, retriever: Any, steps: str, outcomes: list[RequestOutcome]) -> None:
         """?ab retrieves a and b; ab#7 asks about them with the number 7, in vain with an exclamation mark; ab#7( begins
-        to ask, and 7) has the answer. What stands before a slash is the branch."""
+        to ask, and 7) has the answer. What stands before a slash is the branch, and x/! fails as a whole."""
         branches: dict[str, Any] = {}
         begun: dict[str, Any] = {}
 
@@ -236,6 +242,8 @@ class TestWhichCallAnOrderingBelongsTo:
                     retriever.invoke(f"{documents}: ?", {"callbacks": manager})
                 elif end == "(":
                     (begun[number],) = manager.on_chat_model_start({}, [messages])
+                elif not number:
+                    branches[branch].on_chain_error(BoomError())
                 elif number in begun and end == "!":
                     begun[number].on_llm_error(BoomError())
                 elif number in begun:
@@ -307,22 +315,6 @@ class TestErrors:
         chain.invoke("ab: #7", orderer.config)
         assert orderer.outcomes == [DISCARDED, usage(7)]
 
-    def test_of_the_tool_that_retrieves_discard(self, orderer: Watched, retriever: Any) -> None:
-
-        @tool
-        def search(question: str) -> str:
-            """Search."""
-            retriever.invoke(question)
-            raise BoomError
-
-        def agent(_: str, config: RunnableConfig) -> str:
-            with pytest.raises(BoomError):
-                search.invoke({"question": "ab: ?"}, config)
-            assert orderer.outcomes == [DISCARDED]
-            return "none"
-
-        RunnableLambda(agent).invoke("go", orderer.config)
-
     def test_of_a_handlers_own_are_not_the_chains(self, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def broken(*_: Any, **__: Any) -> None:
             raise ValueError("Secret number a")
@@ -344,36 +336,6 @@ class TestErrors:
         with pytest.raises(BoomError):
             (chain | fails).invoke("ab: #7", orderer.config)
         assert orderer.outcomes == [NO_NUMBERS] * 2
-
-
-class Others(AsyncCallbackHandler):
-    """A handler of another kind."""
-
-    def __init__(self) -> None:
-        self.heard: list[str] = []
-
-    async def on_chat_model_start(self, *_: Any, **__: Any) -> None:
-        self.heard.append("start")
-
-    async def on_llm_end(self, *_: Any, **__: Any) -> None:
-        self.heard.append("end")
-
-
-class TestOtherHandlers:
-    async def test_hear_what_they_heard_before(self, orderer: Watched) -> None:
-        others = Others()
-        config: RunnableConfig = {"callbacks": [others, orderer.handler]}
-        chain = rag(orderer, Model())
-        chain.invoke("ab: #7", config)
-        await chain.ainvoke("ab: #7", config)
-        assert others.heard == ["start", "end"] * 2
-
-    def test_of_our_kind_one_is_enough(self, orderer: Watched) -> None:
-        """One bound to the chain and another one given with the call: one of them finishes, both forget."""
-        other = FeedbackHandler()
-        rag(orderer, Model()).with_config(callbacks=[other]).invoke("ab: #7", orderer.config)
-        assert orderer.outcomes == [usage(7)]
-        assert (other.open_runs, other.waiting_orderings) == (0, 0)
 
 
 # ---------------------------------------------------------------- a real server
