@@ -24,7 +24,7 @@ from langchain_core.documents import Document
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.messages import HumanMessage
 from langchain_core.outputs import Generation, LLMResult
-from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda, RunnablePassthrough
+from langchain_core.runnables import RunnableConfig, RunnableLambda, RunnablePassthrough
 from support.framework_contract import Recorder
 from support.langchain_chains import (
     BY_ID,
@@ -343,24 +343,21 @@ class TestErrors:
 
 @pytest.mark.vllm
 class TestWithVLLM:
-    def chain(self, server: Any, orderer: Recorder, salt: str) -> Runnable[str, Any]:
+    @pytest.mark.slow
+    async def test_the_servers_own_count_arrives_plain_and_streamed(self, vllm_server: Any, caplog: Any) -> None:
         openai = pytest.importorskip("langchain_openai")
         model = openai.ChatOpenAI(
-            base_url=f"{server.base_url}/v1",
+            base_url=f"{vllm_server.base_url}/v1",
             api_key="none",
-            model=server.model_name,
+            model=vllm_server.model_name,
             max_completion_tokens=4,
             temperature=0,
             stream_usage=True,
-            extra_body={"cache_salt": salt},
+            extra_body={"cache_salt": uuid4().hex},
         )
-        return rag(orderer, model)
-
-    @pytest.mark.slow
-    async def test_the_servers_own_count_arrives_plain_and_streamed(self, vllm_server: Any, caplog: Any) -> None:
         sizes = {"block_size": vllm_server.block_size, "capacity_tokens": vllm_server.capacity_tokens}
         orderer = Watched(Orderer(**sizes, strict=True))
-        chain = self.chain(vllm_server, orderer, uuid4().hex)
+        chain = rag(orderer, model)
         chain.invoke("abcdefgh: #1", orderer.config)
         chain.invoke("hgfedcba: #2", orderer.config)
         assert "".join(chain.stream("badcfehg: #3", orderer.config)) is not None

@@ -7,6 +7,7 @@ import gc
 import operator
 import threading
 from collections.abc import Iterator
+from functools import partial
 from itertools import permutations
 from typing import Annotated, Any, TypedDict
 
@@ -283,24 +284,16 @@ class State(TypedDict, total=False):
 @pytest.mark.skipif(StateGraph is None, reason="needs langgraph")
 class TestLangGraph:
     def graph(self, orderer: Recorder, model: Model) -> Any:
-        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
-        return self.in_two_nodes(
-            lambda state: {"documents": retriever.invoke(state["question"])}, lambda state: self.ask(model, state)
-        )
-
-    @staticmethod
-    def in_two_nodes(retrieve: Any, ask: Any) -> Any:
         """The nodes know of no callbacks."""
-        graph = StateGraph(State).add_sequence([("retrieve", retrieve), ("ask", ask)])
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        search = lambda state: {"documents": retriever.invoke(state["question"])}  # noqa: E731
+        graph = StateGraph(State).add_sequence([("retrieve", search), ("ask", partial(self.ask, model))])
         return graph.add_edge(START, "retrieve").compile()
 
     @staticmethod
-    def prompt(state: Any) -> Any:
-        return PROMPT.invoke({"context": plain(state["documents"]), "question": state["question"]})
-
-    @classmethod
-    def ask(cls, model: Model, state: Any) -> dict[str, Any]:
-        return {"answers": [model.invoke(cls.prompt(state)).text]}
+    def ask(model: Model, state: Any) -> dict[str, Any]:
+        prompt = PROMPT.invoke({"context": plain(state["documents"]), "question": state["question"]})
+        return {"answers": [model.invoke(prompt).text]}
 
     async def test_hands_on_from_node_to_node(self, orderer: Watched) -> None:
         graph = self.graph(orderer, Model())
