@@ -27,7 +27,6 @@ from langchain_core.callbacks import (
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.language_models import FakeListChatModel
-from langchain_core.messages import HumanMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import ConfigurableField, RunnableConfig, RunnableLambda, RunnablePassthrough
@@ -35,7 +34,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from support.framework_contract import FrameworkContract, Recorder
 from support.langchain_chains import DOCUMENTS, Watched, answering, names, retrieve, usage, watched, watching
 
-from ragorder.adapters.langchain import CacheOrderRetriever, CacheOrderTransformer, FeedbackHandler, content_parts
+from ragorder.adapters.langchain import CacheOrderRetriever, CacheOrderTransformer, FeedbackHandler
 
 pytestmark = pytest.mark.merge
 
@@ -488,61 +487,3 @@ class TestCopies:
         assert (handler.open_runs, other.open_runs) == (1, 0)
         answering(CacheOrderRetriever(Finder(), orderer)).invoke("ab #7", watched(other))
         assert orderer.finished == [usage(7)]
-
-
-def found(names: str) -> list[Document]:
-    return [Document(f"{name} is a document. " * 40, id=name, metadata={"source": name}) for name in names]
-
-
-class TestMarks:
-    """Messages with a content part for each document, and marks after those that a cache should keep."""
-
-    @pytest.fixture
-    def orderer(self) -> Orderer:
-        return Orderer(block_size=16, strict=True, feedback=False)
-
-    def beginnings(self, parts: list[dict[str, Any]]) -> str:
-        return "".join(part["text"][0] for part in parts)
-
-    def marked(self, parts: list[dict[str, Any]]) -> list[int]:
-        return [place for place, part in enumerate(parts) if part.get("cache_control") == {"type": "ephemeral"}]
-
-    def test_a_part_for_each_document_and_the_question(self) -> None:
-        parts = content_parts(found("ab"), "Which?")
-        assert [part["text"] for part in parts] == [*(f"{each.page_content}\n\n" for each in found("ab")), "Which?"]
-        assert {part["type"] for part in parts} == {"text"}
-        assert self.marked(parts) == []
-        assert HumanMessage(parts).content == parts
-
-    def test_marks_follow_what_earlier_requests_began_with(self, orderer: Orderer) -> None:
-        asked = {"one": found("abc"), "two": found("dba")}
-        retriever = CacheOrderRetriever(retriever=RunnableLambda(asked.__getitem__), orderer=orderer, mark_key="mark")
-        first, second = (content_parts(retriever.invoke(name), "Which?", mark_key="mark") for name in asked)
-        assert (self.beginnings(first), self.beginnings(second)) == ("abcW", "abdW")
-        assert self.marked(first) == []
-        assert self.marked(second) == [1]
-
-    def test_documents_themselves_stay_as_they_are(self, orderer: Orderer) -> None:
-        documents = found("abc")
-        reorder = CacheOrderTransformer(orderer, mark_key="mark", rank_key="rank")
-        for _ in range(2):
-            ordered = reorder.invoke(documents)
-        assert [each.metadata for each in documents] == [{"source": name} for name in "abc"]
-        assert [each.metadata["rank"] for each in ordered] == [{"rank": rank} for rank in range(3)]
-        assert any(each.metadata.get("mark") for each in ordered)
-
-    def test_marks_of_an_earlier_request_are_gone(self, orderer: Orderer) -> None:
-        marked = [Document(each.page_content, id=each.id, metadata={"mark": True}) for each in found("abcdef")]
-        ordered = CacheOrderTransformer(orderer, mark_key="mark").invoke(marked)
-        assert [each.metadata for each in ordered] == [{}] * 6
-        assert all(each.metadata == {"mark": True} for each in marked)
-
-    def test_a_choice_that_fails_sets_none_and_says_so(self, orderer: Orderer, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ragorder.adapters.langchain.retriever.marked_documents", lambda ordering: 1 / 0)
-        ordered = CacheOrderTransformer(orderer, mark_key="mark").invoke(found("ab"))
-        assert [each.id for each in ordered] == ["a", "b"]
-        assert "ZeroDivisionError" in orderer.degraded[0]
-
-    def test_the_form_of_a_document_can_be_given(self) -> None:
-        parts = content_parts(found("a"), "Which?", show=lambda document: f"<{document.id}>")
-        assert [part["text"] for part in parts] == ["<a>", "Which?"]

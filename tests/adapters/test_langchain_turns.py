@@ -1,4 +1,4 @@
-"""Conversations in LangChain: chains with a history, history-aware retrieval, nodes of LangGraph."""
+"""Conversations in LangChain: chains with a history, history-aware retrieval, nodes of LangGraph, marks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.conversation_contract import SYSTEM, TURNS, ConversationContract, F
 from support.framework_contract import Recorder
 
 from ragorder import Orderer, PromptBuilder
-from ragorder.adapters.langchain import CacheOrderTurn
+from ragorder.adapters.langchain import CacheOrderRetriever, CacheOrderTransformer, CacheOrderTurn, content_parts
 from ragorder.citations import number_label
 from ragorder.clouds import CacheRules
 
@@ -286,6 +286,64 @@ class TestMarks:
         assert "marks=" in reason
         turn.invoke({"input": "?", "context": documents("ab")})
         assert len(orderer.degraded) == 1
+
+
+def found(names: str) -> list[Document]:
+    return [Document(f"{name} is a document. " * 40, id=name, metadata={"source": name}) for name in names]
+
+
+class TestContentParts:
+    """Messages with a content part for each document, and marks after those that a cache should keep."""
+
+    @pytest.fixture
+    def orderer(self) -> Orderer:
+        return Orderer(block_size=16, strict=True, feedback=False)
+
+    def beginnings(self, parts: list[dict[str, Any]]) -> str:
+        return "".join(part["text"][0] for part in parts)
+
+    def marked(self, parts: list[dict[str, Any]]) -> list[int]:
+        return [place for place, part in enumerate(parts) if part.get("cache_control") == {"type": "ephemeral"}]
+
+    def test_a_part_for_each_document_and_the_question(self) -> None:
+        parts = content_parts(found("ab"), "Which?")
+        assert [part["text"] for part in parts] == [*(f"{each.page_content}\n\n" for each in found("ab")), "Which?"]
+        assert {part["type"] for part in parts} == {"text"}
+        assert self.marked(parts) == []
+        assert HumanMessage(parts).content == parts
+
+    def test_marks_follow_what_earlier_requests_began_with(self, orderer: Orderer) -> None:
+        asked = {"one": found("abc"), "two": found("dba")}
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(asked.__getitem__), orderer=orderer, mark_key="mark")
+        first, second = (content_parts(retriever.invoke(name), "Which?", mark_key="mark") for name in asked)
+        assert (self.beginnings(first), self.beginnings(second)) == ("abcW", "abdW")
+        assert self.marked(first) == []
+        assert self.marked(second) == [1]
+
+    def test_documents_themselves_stay_as_they_are(self, orderer: Orderer) -> None:
+        documents = found("abc")
+        reorder = CacheOrderTransformer(orderer, mark_key="mark", rank_key="rank")
+        for _ in range(2):
+            ordered = reorder.invoke(documents)
+        assert [each.metadata for each in documents] == [{"source": name} for name in "abc"]
+        assert [each.metadata["rank"] for each in ordered] == [{"rank": rank} for rank in range(3)]
+        assert any(each.metadata.get("mark") for each in ordered)
+
+    def test_marks_of_an_earlier_request_are_gone(self, orderer: Orderer) -> None:
+        marked = [Document(each.page_content, id=each.id, metadata={"mark": True}) for each in found("abcdef")]
+        ordered = CacheOrderTransformer(orderer, mark_key="mark").invoke(marked)
+        assert [each.metadata for each in ordered] == [{}] * 6
+        assert all(each.metadata == {"mark": True} for each in marked)
+
+    def test_a_choice_that_fails_sets_none_and_says_so(self, orderer: Orderer, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ragorder.adapters.langchain.retriever.marked_documents", lambda ordering: 1 / 0)
+        ordered = CacheOrderTransformer(orderer, mark_key="mark").invoke(found("ab"))
+        assert [each.id for each in ordered] == ["a", "b"]
+        assert "ZeroDivisionError" in orderer.degraded[0]
+
+    def test_the_form_of_a_document_can_be_given(self) -> None:
+        parts = content_parts(found("a"), "Which?", show=lambda document: f"<{document.id}>")
+        assert [part["text"] for part in parts] == ["<a>", "Which?"]
 
 
 @pytest.mark.parametrize(("length", "elsewhere"), [(100, False), (20_000, True)])
