@@ -36,8 +36,6 @@ from support.langchain_chains import DOCUMENTS, Watched, answering, names, retri
 
 from ragorder.adapters.langchain import CacheOrderRetriever, CacheOrderTransformer, FeedbackHandler
 
-pytestmark = pytest.mark.merge
-
 try:
     from langchain_tests.integration_tests import RetrieversIntegrationTests
 except ImportError:  # It asks for newer versions than the adapter does.
@@ -50,6 +48,7 @@ def orderer(caplog: pytest.LogCaptureFixture) -> Iterator[Watched]:
         yield orderer
 
 
+@pytest.mark.merge
 class TestLangChainsOwnSuite(RetrieversIntegrationTests):
     @property
     def retriever_constructor(self) -> type[BaseRetriever]:
@@ -90,6 +89,7 @@ documents_lists = st.lists(
 requests = st.lists(documents_lists, min_size=1, max_size=4)
 
 
+@pytest.mark.merge
 class _LangChainContract(FrameworkContract):
     def found(self, *names: str, text: str = "the text of {}.", source: str | None = None) -> list[Document]:
         metadata = {} if source is None else {"source": source}
@@ -135,6 +135,7 @@ class TestRetrieverContract(_LangChainContract):
         return await adapter.ainvoke(_question(documents))
 
 
+@pytest.mark.merge
 class TestDocuments:
     @given(requests=requests, wrapped=st.booleans())
     def test_come_back_as_they_were_each_as_often_whatever_they_hold(

@@ -64,14 +64,31 @@ def event(data: dict[str, Any]) -> dict[str, Any]:
 
 
 class TestHook:
-    async def test_documents_of_chats_are_ordered(self, callback: OrderDocuments) -> None:
+    @pytest.mark.parametrize(
+        ("call_type", "field", "content"),
+        [
+            ("acompletion", "messages", lambda names: [user(asked(names))]),
+            ("completion", "messages", lambda names: [user(asked(names))]),
+            ("anthropic_messages", "messages", lambda names: [user([{"type": "text", "text": asked(names)}])]),
+            ("anthropic_messages", "system", asked),
+            ("aanthropic_messages", "messages", lambda names: [user(asked(names))]),
+            ("aresponses", "input", asked),
+            ("atext_completion", "prompt", asked),
+        ],
+    )
+    async def test_documents_of_every_kind_of_call_are_ordered(
+        self, call_type: str, field: str, content: Callable[[str], Any], callback: OrderDocuments
+    ) -> None:
+        others = {"model": "m", "messages": [], "temperature": 0.5}
         for names in ("abc", "cba"):
             marker = object()
-            data = {"model": "m", "messages": [user(asked(names))], "metadata": {"of": marker}, "temperature": 0.5}
-            ordered = await hook(callback, data)
+            data = {**others, field: content(names), "metadata": {"of": marker}}
+            ordered = await hook(callback, data, call_type)
             assert data["metadata"] == {"of": marker}, "the caller's is not changed"
         assert ordered.pop("metadata")["of"] is marker
-        assert ordered == {"model": "m", "messages": [user(asked("abc"))], "temperature": 0.5}
+        # A response's topic, for a router.
+        assert bool(ordered.pop("prompt_cache_key", None)) == (field == "input")
+        assert ordered == {**others, field: content("abc")}
 
     @pytest.mark.parametrize("kept", [object(), None, "text"], ids=["an object", "null", "a text"])
     async def test_metadata_of_another_kind_stay(
@@ -81,25 +98,6 @@ class TestHook:
         assert ordered["metadata"] is kept
         await callback.async_log_success_event(event(ordered), {}, None, None)
         assert orderer.finished == [RequestOutcome(True)]
-
-    @pytest.mark.parametrize(
-        ("call_type", "field", "content"),
-        [
-            ("completion", "messages", lambda names: [user(asked(names))]),
-            ("anthropic_messages", "messages", lambda names: [user([{"type": "text", "text": asked(names)}])]),
-            ("anthropic_messages", "system", asked),
-            ("aanthropic_messages", "messages", lambda names: [user(asked(names))]),
-            ("aresponses", "input", asked),
-            ("atext_completion", "prompt", asked),
-        ],
-    )
-    async def test_of_every_kind_of_call(
-        self, call_type: str, field: str, content: Callable[[str], Any], callback: OrderDocuments
-    ) -> None:
-        for names in ("abc", "cba"):
-            data = {"model": "m", "messages": [], field: content(names)}
-            ordered = await hook(callback, data, call_type)
-        assert ordered[field] == content("abc")
 
     @pytest.mark.parametrize("call_type", ["generate_content", "agenerate_content_stream"])
     async def test_contents_of_gemini_are_ordered_without_breakpoints(
