@@ -1,4 +1,4 @@
-"""Documents' copies by content: which one is used where a document stands after others than it was computed after."""
+"""A prompt as a path of segments, and documents' copies by content: which one is used after other documents."""
 
 from __future__ import annotations
 
@@ -33,6 +33,50 @@ def path_of(*documents: list[int], system: list[int] = SYSTEM, salt: str | None 
     for document in documents:
         ends.append((ends[-1] if ends else 0) + len(document))
     return segments_of(tokens, ends, salt=salt, prefix_tokens=len(system))
+
+
+class TestAPromptIsAPath:
+    TOKENS = tuple(range(100, 120))
+
+    @pytest.mark.parametrize(
+        ("ends", "settings", "sizes"),
+        [
+            # Documents are nodes, the question is none, and the last token is in no node.
+            ([5, 12, 18], {}, [5, 7, 6]),
+            ([5, 20], {}, [5, 14]),
+            ([19, 20], {}, [19]),
+            # An impossible end is ignored with all that follow.
+            *((ends, {}, [5]) for ends in ([5, 5, 9], [5, 4], [5, 21], [5, 0], [5, -1])),
+            # Without any there are chunks.
+            *((ends, {"chunk_tokens": 8}, [8, 8]) for ends in ([], [0], [21, 5])),
+            ([], {"chunk_tokens": 10}, [10]),
+            ([], {}, []),
+        ],
+    )
+    def test_has_a_node_for_each_document(self, ends: list[int], settings: dict[str, int], sizes: list[int]) -> None:
+        assert [segment.tokens for segment in segments_of(self.TOKENS, ends, **settings)] == sizes
+
+    def test_of_one_token_or_none_is_empty(self) -> None:
+        assert segments_of([1], [1]) == segments_of([], []) == ()
+
+    @pytest.mark.parametrize(
+        ("ends", "expected"), [([5, 12, 18], [9, 3, 1]), ([5, 12, 12], [9, 3]), ([5, 20], [9, 3]), ([21, 5], [0, 0])]
+    )
+    def test_a_forecast_is_of_the_documents(self, ends: list[int], expected: list[int]) -> None:
+        path = segments_of(self.TOKENS, ends, chunk_tokens=8, expected_uses=[9, 3, 1])
+        assert [segment.expected_uses for segment in path] == expected
+        plain = segments_of(self.TOKENS, ends, chunk_tokens=8)
+        assert [segment[:2] for segment in path] == [segment[:2] for segment in plain]
+
+    def test_a_key_stands_for_its_tokens_all_before_them_and_whose_they_are(self) -> None:
+        path = segments_of(self.TOKENS, [5, 12])
+        assert segments_of([*self.TOKENS[:12], 1, 2, 3], [5, 12]) == path
+        assert segments_of([0, *self.TOKENS[1:]], [5, 12])[1].key != path[1].key
+        assert segments_of([*self.TOKENS[:11], 0, 0], [5, 12])[0] == path[0]
+        keys = [segments_of(self.TOKENS, [5], salt=salt)[0].key for salt in (None, "", "a", "b")]
+        assert len({*keys}) == 4
+        assert all(len(key) == 32 for key in keys)
+        assert path[-1].key != segments_of(self.TOKENS, [12])[-1].key
 
 
 class TestAContent:
