@@ -237,6 +237,19 @@ TestItEvictsLikeADictionaryWithThatTier = Machine.TestCase
 
 
 class TestAnotherProcessFindsItAll:
+    def test_chunks_parents_and_costs_come_back_oldest_first(self, folder: Path) -> None:
+        store = stored(folder, KEY, policy="lru")
+        put(store, OTHER, KEY, cost=0.5)
+        put(store, THIRD)
+        store.use([KEY, OTHER])
+        store.close()
+        store = open_store(folder, 3 * 2 * BLOCK, policy="lru")
+        assert store.counters.restored == 3
+        # A parent is no candidate, and how often a chunk was used is not kept.
+        assert put(store, b"new") and OTHER not in store
+        assert put(store, b"newer") and KEY not in store
+        assert put(store, b"newest") and THIRD not in store
+
     def test_half_written_files_are_removed(self, folder: Path) -> None:
         stored(folder, KEY).close()
         whole = file_of(folder, KEY)

@@ -24,7 +24,6 @@ transformers = pytest.importorskip("transformers")
 from ragorder.kernels.engine import (
     EngineSettings,
     ModelLoadError,
-    Request,
     Sampling,
     TieredEngine,
     UnsupportedModelError,
@@ -190,30 +189,6 @@ class TestText:
         told += stream.finish()
         assert told == stream.text == text
         assert stream.stopped == (text != TEXTS[0])
-
-    def test_a_stream_tells_what_the_completion_has(self, make: Make, tokenizer: Any) -> None:
-        engine = make(tokenizer)
-        prompt = tokenizer.encode("The cat", add_special_tokens=False)
-        request = Request(prompt, sampling=Sampling(max_tokens=60, temperature=3.0, seed=2, logprobs=1))
-        updates = list(engine.stream(request))
-        completion = updates[-1].completion
-        assert completion is not None
-        assert all(update.completion is None for update in updates[:-1])
-        assert "".join(update.text for update in updates) == completion.text
-        assert [token for update in updates for token in update.token_ids] == list(completion.token_ids)
-        assert tuple(told for update in updates for told in update.logprobs) == completion.logprobs
-        assert engine.generate([request])[0].token_ids == completion.token_ids
-
-    def test_a_stop_string_ends_an_answer_before_it(self, make: Make, tokenizer: Any) -> None:
-        engine = make(tokenizer)
-        prompt = tokenizer.encode("The cat", add_special_tokens=False)
-        sampling: dict[str, Any] = {"max_tokens": 40, "temperature": 3.0, "seed": 2}
-        [whole] = engine.generate([Request(prompt, sampling=Sampling(**sampling))])
-        stop = next(whole.text[at : at + 3] for at in range(5, 99) if "\ufffd" not in whole.text[at : at + 3])
-        [stopped] = engine.generate([Request(prompt, sampling=Sampling(**sampling, stop=[stop]))])
-        assert stopped.finish_reason == "stop"
-        assert stopped.text == whole.text[: whole.text.index(stop)]
-        assert stopped.token_ids == whole.token_ids[: len(stopped.token_ids)]
 
     def test_streams_and_steps_do_not_take_each_others_updates(self, make: Make, plain: Any) -> None:
         engine = make()

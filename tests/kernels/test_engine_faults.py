@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ragorder.benchmarks.fusion.selections import RandomTokens
-from ragorder.kernels.engine import Completion, DeviceLostError, Fusion, Request, TieredEngine
+from ragorder.kernels.engine import DeviceLostError, Fusion, Request, TieredEngine
 from ragorder.kernels.engine.request import fault_of
 
 WORD = "Zanzibar"
@@ -80,39 +80,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def streamed(engine: TieredEngine) -> dict[int, tuple[list[int], Completion]]:
-    """Tokens as the updates brought them, and the completion."""
-    told: dict[int, list[int]] = {}
-    done = {}
-    while engine.has_unfinished:
-        for update in engine.step():
-            told.setdefault(update.request_id, []).extend(update.token_ids)
-            if update.completion is not None:
-                done[update.request_id] = (told[update.request_id], update.completion)
-    return done
-
-
 class TestAFailedStep:
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("good_steps", [0, 4])
-    def test_is_computed_again_and_no_token_is_lost_or_repeated(
-        self, make: Make, plain: Any, faults: Break, kind: str, good_steps: int
-    ) -> None:
-        engine = make(max_batch_tokens=64)
-        broken = faults(engine)
-        shared = tokens(40, 1)
-        requests = [ask([shared], tokens(9, seed), max_tokens=6) for seed in range(3)]
-        ids = [engine.add(request) for request in requests]
-        broken.next = [*[None] * good_steps, kind]
-        done = streamed(engine)
-        assert broken.count == 1
-        for request_id, request in zip(ids, requests, strict=True):
-            ids_told, completion = done[request_id]
-            assert ids_told == list(completion.token_ids) == greedy(plain, request)
-            assert difference(completion, plain, request) <= 1e-4
-        assert engine.stats().failed_steps == 1
-        assert engine.stats().finished == {"length": 3}
-
     def test_keeps_what_host_and_disk_hold(
         self, make: Make, plain: Any, model: Any, tmp_path: Path, faults: Break
     ) -> None:
@@ -316,48 +284,6 @@ class TestADeadline:
         assert engine.stats().finished == {"timeout": 1, "length": 1}
         engine.clear_cache()
         assert cache_of(engine).pool.used_blocks == 0
-
-    def test_holds_for_requests_that_wait(self, make: Make, clock: Clock) -> None:
-        engine = make(max_requests=1, deadline_s=5.0)
-        engine.add(ask([], tokens(20, 1), max_tokens=30))
-        waiting = engine.add(ask([], tokens(20, 2)))
-        engine.step()
-        clock.now = 5.1
-        ended = {update.request_id: update.completion for update in engine.step()}
-        completion = ended[waiting]
-        assert completion is not None
-        assert (completion.finish_reason, completion.token_ids) == ("timeout", ())
-        assert "after 0 tokens" in (completion.error or "")
-        assert not engine.has_unfinished
-
-    @pytest.mark.parametrize(
-        ("engines", "own", "effective"), [(None, 3.0, 3.0), (3.0, None, 3.0), (3.0, 9.0, 3.0), (9.0, 3.0, 3.0)]
-    )
-    def test_is_the_earlier_of_the_engines_and_the_requests(
-        self, make: Make, clock: Clock, engines: float | None, own: float | None, effective: float
-    ) -> None:
-        engine = make(deadline_s=engines)
-        request = ask([], tokens(20, 1), max_tokens=100)
-        engine.add(Request(request.token_ids, sampling=request.sampling, deadline_s=own))
-        clock.now = effective
-        assert engine.step()[-1].completion is None
-        clock.now = effective + 0.1
-        completion = engine.step()[-1].completion
-        assert completion is not None
-        assert completion.finish_reason == "timeout"
-
-    def test_holds_while_the_device_fails(self, make: Make, faults: Break, clock: Clock) -> None:
-        engine = make(max_retries=1000)
-        request = ask([], tokens(20, 1), max_tokens=5)
-        engine.add(Request(request.token_ids, sampling=request.sampling, deadline_s=2.5))
-        broken = faults(engine)
-        broken.next = ["before"] * 1000
-        while engine.has_unfinished:
-            updates = engine.step()
-            clock.now += 1.0
-        assert updates[-1].completion is not None
-        assert updates[-1].completion.finish_reason == "timeout"
-        assert broken.count == 3
 
 
 @pytest.mark.parametrize("reuse", ["exact", "fused"])

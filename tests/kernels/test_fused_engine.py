@@ -150,18 +150,6 @@ class TestRecomputation:
         completion = reused(engine, plain, [C, D, B, A], None, None, [], [], fusion=fusion, recomputed=chosen)
         assert len(chosen[-1]) == completion.recomputed == round(0.3 * (len(A) + len(B)))
 
-    def test_is_the_share_that_was_asked_for_and_counted_by_itself(self, fusing: Make) -> None:
-        engine = fusing(recompute=0.5)
-        warm(engine, [A], [B])
-        prompt_tokens, shares = engine.stats().prompt_tokens, (round(0.5 * len(A)), 0, 4)
-        for fusion, recomputed in zip((None, Fusion(0.0), Fusion(0.1, RANDOM)), shares, strict=True):
-            [completion] = engine.generate([prompt_of(SYSTEM, [B, A], QUESTION, fusion=fusion)])
-            assert (completion.fused, completion.recomputed) == ((len(A), 0, 0), recomputed)
-        stats = engine.stats()
-        assert completion.prompt_tokens == len([*SYSTEM, *B, *A, *QUESTION])
-        assert stats.prompt_tokens - prompt_tokens == 3 * completion.prompt_tokens
-        assert (stats.fused, stats.recomputed) == ((3 * len(A), 0, 0), sum(shares))
-
     @pytest.mark.parametrize(
         ("needs", "documents"),
         # The last block of the last prompt holds more tokens than its reused document has.
@@ -198,17 +186,6 @@ class TestRecomputation:
 
 class TestRounds:
     """The second half of the tokens is what the first half attends to."""
-
-    def test_share_the_budget(self, fusing: Make, plain: Any, chosen: list[list[int]]) -> None:
-        engine = fusing(max_batch_tokens=7)
-        warm(engine, [A], [B], [C])
-        shares = []
-        for recompute, rounds in ((0.15, 1), (0.3, 2)):
-            fusion = Fusion(recompute, "query", rounds=rounds)
-            completion = reused(engine, plain, [C, D, B, A], None, None, [], [], fusion=fusion, recomputed=chosen)
-            assert len(chosen[-1]) == completion.recomputed == round(recompute * (len(A) + len(B)))
-            shares.append(set(chosen[-1]))
-        assert shares[0] < shares[1]
 
     def test_the_second_adds_what_the_tokens_of_the_first_attend_to_most(
         self, fusing: Make, chosen: list[list[int]], monkeypatch: pytest.MonkeyPatch
@@ -398,17 +375,6 @@ class TestTiers:
 
         monkeypatch.setattr(KVLease, "ready", property(ready))
         assert reused(engine, plain, [B, A], None, []).fused.total == len(A)
-
-    def test_a_pool_without_room_for_documents_computes_them(self, fusing: Make, plain: Any) -> None:
-        engine = fusing(device_tokens=8 * BLOCK)
-        warm(engine, [A], [B])
-        request = prompt_of(SYSTEM, [C, A, B], QUESTION, fusion=Fusion(0.3, "query"))
-        [completion] = engine.generate([request])
-        assert completion.finish_reason == "length"
-        assert completion.fused.total < len(A) + len(B)
-        if not completion.fused.total:
-            assert difference(completion, plain, request) <= 1e-4
-        assert used_blocks(engine) == 0
 
     @pytest.mark.parametrize(("blocks", "taken"), [(11, [A, B, D]), (10, [A, D])], ids=["11", "10"])
     def test_a_pool_with_room_for_some_documents_computes_the_others_only(
@@ -721,11 +687,3 @@ class TestExactDocuments:
         assert (found.cached.total, found.fused.total) == (len(SYSTEM), len(A))
         [again] = engine.generate([prompt_of(SYSTEM, [D, B, C], QUESTION, fusion=NONE)])
         assert (again.cached.total, again.fused.total) == (len(SYSTEM) + len(D) + len(B), len(C))
-
-    def test_have_documents_without_kv_after_them_computed_in_place(self, fusing: Make, plain: Any) -> None:
-        engine = fusing()
-        warm(engine, [A, B])
-        found = reused(engine, plain, [B, C, A], None, None, [], exact_documents=1)
-        assert found.fused.total == len(A)
-        [again] = engine.generate([prompt_of(SYSTEM, [B, C], QUESTION, fusion="exact")])
-        assert again.cached.total == len(SYSTEM) + len(B) + len(C)

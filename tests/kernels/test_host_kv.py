@@ -21,6 +21,7 @@ from ragorder.kernels.paging import BlockPool, KVShape, LayeredPool, StepBlocks,
 from ragorder.pipelining.placement.fit import PlacementError
 
 LAYERS = 6
+DTYPES = ("float32", "bfloat16", "float16")
 SHAPE = KVShape(layers=5, kv_heads=2, head_dim=8, block_size=4)
 
 
@@ -145,8 +146,8 @@ def move(engine: TieredEngine, kv_host_layers: int) -> None:
 class TestAnswers:
     @pytest.mark.parametrize(
         "options",
-        [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"reuse": "fused", "select": "query", "select_rounds": 2}],
-        ids=["float32", "bfloat16", "documents reused anywhere"],
+        [*({"dtype": dtype} for dtype in DTYPES), {"reuse": "fused", "select": "query", "select_rounds": 2}],
+        ids=[*DTYPES, "documents reused anywhere"],
     )
     def test_are_those_of_the_whole_model(self, folder: Path, in_place: bool, options: dict[str, Any]) -> None:
         """With prefixes shared in one step and later, and a prompt of several steps."""

@@ -71,13 +71,6 @@ def test_saves_the_questions_forward(fusing: Make, monkeypatch: pytest.MonkeyPat
     assert read == [len(SYSTEM)]
 
 
-def test_computes_the_system_prompt_as_well(fusing: Make) -> None:
-    engine = fusing()
-    engine.generate([warm_up()])
-    [completion] = engine.generate([prompt_of(SYSTEM, [A], QUESTION)])
-    assert completion.cached.total == len(SYSTEM)
-
-
 OTHERS = {
     "question": warm_up(tokens(9, 6)),
     "system prompt": warm_up(system=tokens(21, 101)),

@@ -74,17 +74,6 @@ def use(ring: LayerRing, layer: int) -> int:
 
 
 class TestOrder:
-    @pytest.mark.parametrize("slots", [1, 2, 3, 5, 7])
-    def test_layers_come_in_order_over_and_over(self, make: Make, slots: int) -> None:
-        source = Source()
-        ring = make(source, slots, 5)
-        for _ in range(3):
-            assert [use(ring, layer) for layer in range(5)] == list(range(5))
-        # Read once for each use, and no further ahead than there are slots.
-        assert source.filled[:15] == [0, 1, 2, 3, 4] * 3
-        assert len(source.filled) <= 15 + min(slots, 5)
-        assert ring.hits + ring.waits == 15
-
     def test_it_is_as_far_ahead_as_there_are_slots_and_wraps_around(self, make: Make) -> None:
         ring = make(Source(), 4, 5)
         assert ring.ahead == [0, 1, 2, 3]
@@ -196,14 +185,3 @@ class TestSlots:
                 assert len(ring) == slots
         finally:
             ring.close()
-
-
-def test_closing_waits_for_the_thread() -> None:
-    source = Source(held=True)
-    before = set(threading.enumerate())
-    ring = LayerRing(source, [LayerBuffer(8, CPU)])
-    ring.order(range(3))
-    assert set(threading.enumerate()) > before
-    source.let.release()
-    ring.close()
-    assert set(threading.enumerate()) <= before

@@ -47,41 +47,6 @@ def opened(folder: Path, dtype: Any = None) -> LayerStore:
 
 
 class TestLayers:
-    @pytest.mark.parametrize("name", grid(list(STREAMED), 6))
-    def test_hold_the_weights_of_the_whole_model(self, name: str, tmp_path: Path) -> None:
-        model = family(name)
-        store = opened(saved(model, tmp_path / "model", max_shard_size="100KB"))
-        assert (tmp_path / "model" / "model.safetensors.index.json").exists()
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-        prefix, layers = decoder_layers(loaded)
-        assert len(store) == len(layers) == 3
-        for number, layer in enumerate(layers):
-            buffer = torch.empty(store.slot_bytes, dtype=torch.uint8)
-            assert read_layer(store, number, buffer) == store.stored_bytes(number)
-            expected = dict(layer.named_parameters())
-            parameters = store.layouts[number].parameters
-            assert {each.name for each in parameters} == set(expected)
-            for each in parameters:
-                assert torch.equal(each.view(buffer), expected[each.name]), each.name
-                assert not each.view(buffer).data_ptr() % 64
-        for name_, stored in store.parameters(prefix):
-            assert torch.equal(stored.read(), loaded.get_parameter(name_))
-        store.close()
-
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-    def test_are_converted_as_transformers_converts_them(self, dtype: str, tmp_path: Path) -> None:
-        folder = saved(family("mixtral"), tmp_path / "model")
-        kind = getattr(torch, dtype)
-        store = opened(folder, kind)
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
-        _, layers = decoder_layers(loaded)
-        buffer = torch.empty(store.slot_bytes, dtype=torch.uint8)
-        read_layer(store, 1, buffer)
-        for each in store.layouts[1].parameters:
-            assert torch.equal(each.view(buffer), layers[1].get_parameter(each.name))
-        assert store.stored_bytes(1) == sum(each.numel() * 4 for each in layers[1].parameters())
-        store.close()
-
     def test_weights_that_are_turned_when_loaded_or_shared_are_refused_by_name(self, tmp_path: Path) -> None:
         from transformers import conversion_mapping
         from transformers.core_model_loading import Transpose, WeightConverter
@@ -214,16 +179,6 @@ class TestBadFolders:
 
 
 class TestFaults:
-    def test_a_file_that_changes_is_refused(self, tmp_path: Path) -> None:
-        folder = saved(family("llama"), tmp_path / "model")
-        store = opened(folder)
-        buffer = torch.empty(store.slot_bytes, dtype=torch.uint8)
-        read_layer(store, 0, buffer)
-        os.truncate(folder / "model.safetensors", 2000)
-        with pytest.raises(LayerReadError, match=r"layer 2 cannot be read: .*model.safetensors has changed"):
-            read_layer(store, 2, buffer)
-        store.close()
-
     def test_a_file_that_is_replaced_by_name_is_not_the_one_that_is_read_and_after_closing_none_is(
         self, tmp_path: Path
     ) -> None:

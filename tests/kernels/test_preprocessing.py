@@ -7,26 +7,24 @@ import errno
 import os
 import random
 import shutil
-import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.inside import model_of, models_held, preprocessor_of
+from support.inside import model_of, models_held
+from support.killed import changes_of
 from support.rings import ALL, length
-from support.small_engine import BLOCK, Make, ask, difference, exactly, small_model, tokens
+from support.small_engine import Make, ask, difference, exactly, small_model, tokens
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from ragorder.kernels.cache import DiskSettings, KnowledgeCache, segments_of
 from ragorder.kernels.engine_settings import EngineSettings
-from ragorder.kernels.models.identity import identity
 from ragorder.kernels.models.model import PatchedModel
 from ragorder.kernels.preprocessing.builder import FusionBuilder, SourceDocument, WriteFailedError
 from ragorder.kernels.preprocessing.manifest import BuildError, Manifest, ManifestError
@@ -155,16 +153,6 @@ def moved(model: Any, kv: Any, by: int) -> Any:
 class TestKVAfterNeighbours:
     """Equations 5 and 10 against transformers."""
 
-    def test_alone_a_document_has_the_kv_of_its_place_after_the_system_prompt(
-        self, preprocessor: Any, plain: Any
-    ) -> None:
-        document = tokens(37, 2)
-        maker = preprocessor()
-        [kv] = maker.compute([Prefill(document)])
-        expected = full_kv(plain, [*PREFIX, *document])
-        assert (maker.prefix - expected[: len(PREFIX)]).abs().max() <= 1e-5
-        assert (kv - expected[len(PREFIX) :]).abs().max() <= 1e-5
-
     @pytest.mark.parametrize("lengths", [(19,), (1, 1, 40), (16, 16)])
     def test_a_document_has_seen_all_neighbours_and_they_not_each_other(
         self, preprocessor: Any, plain: Any, lengths: tuple[int, ...]
@@ -229,38 +217,14 @@ class TestABuildIsADiskTier:
                 assert completion.cached.disk >= len(document.token_ids)
             engine.close()
 
-    def test_after_neighbours_it_is_found_by_content_and_never_as_a_prefix(
+    def test_after_neighbours_it_is_never_found_as_a_prefix(
         self, make: Make, open_builder: Open, tmp_path: Path
     ) -> None:
         documents = corpus(5)
-        with built(open_builder, documents) as builder:
-            preprocessor, (_, shape) = preprocessor_of(builder), model_of(builder)
-            alone = [preprocessor.compute([Prefill(each.token_ids)])[0] for each in documents]
-            [expected] = preprocessor.compute([Prefill(documents[3].token_ids, [alone[4], alone[0]])])
-            named = identity(*model_of(builder))
+        built(open_builder, documents).close()
         engine = make(disk_path=tmp_path / "build")
         [completion] = engine.generate([ask([PREFIX, documents[3].token_ids], tokens(7, 9))])
         assert completion.cached.total == len(PREFIX)
-        engine.close()
-
-        cache = KnowledgeCache(shape, device_blocks=64, disk=DiskSettings(tmp_path / "build", 1 << 30), identity=named)
-        prompt = [*PREFIX, *documents[1].token_ids, *documents[3].token_ids, 0]
-        ends = [len(PREFIX), len(PREFIX) + len(documents[1].token_ids), len(prompt) - 1]
-        path = segments_of(prompt, ends, prefix_tokens=len(PREFIX))
-        lease = cache.acquire(path, borrow=True)
-        assert lease.cached_tokens == len(PREFIX)
-        assert [each.start for each in lease.borrowed] == ends[:2]
-        cache.extend(lease, len(prompt))
-        node = lease.borrowed[1].copy.node
-        assert (node.start, node.tokens) == (len(PREFIX), len(documents[3].token_ids))
-        blocks = cache.pool.kv[lease.borrowed[1].copy.blocks].permute(0, 3, 1, 2, 4, 5).flatten(0, 1)
-        first = len(PREFIX) % BLOCK
-        assert torch.equal(blocks[first : first + node.tokens], expected)
-        # Before it in its first block is the system prompt, and after it nothing.
-        assert torch.equal(blocks[:first], preprocessor.prefix[-first:])
-        assert not blocks[first + node.tokens :].any()
-        cache.release(lease)
-        cache.close()
 
     def test_an_engine_that_fuses_takes_documents_from_it_after_a_restart(
         self, make: Make, open_builder: Open, plain: Any, tmp_path: Path
@@ -366,12 +330,23 @@ class TestABuildIsADiskTier:
             assert builder.estimate().documents == builder.estimate().bytes == 0
 
 
+def build_ten(model: Any, folder: Path) -> None:
+    patched = PatchedModel(model, ENGINE)
+    settings = PreprocessingSettings(neighbours=2, batch_documents=3)
+    with FusionBuilder(patched, folder, PREFIX, Following(), settings, ENGINE) as builder:
+        if not builder.facts:
+            builder.plan(corpus(10), {"made": "whole"})
+        builder.verify()
+        for _ in builder.build():
+            pass
+
+
 class TestInterrupted:
     @pytest.fixture(scope="class")
     def whole_folder(self, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
         """A build of 10 documents that nothing has interrupted."""
         folder = tmp_path_factory.mktemp("builds") / "whole"
-        _build(copy.deepcopy(model), folder)
+        build_ten(copy.deepcopy(model), folder)
         return folder
 
     @pytest.fixture
@@ -436,75 +411,20 @@ class TestInterrupted:
     ) -> None:
         """Killed with SIGKILL at calls of the system from the folder's making to the last rename, evenly spread."""
         folder = tmp_path / "build"
-        counted = _changes_of_a_build(model, tmp_path / "counted")
+        build = partial(build_ten, model, folder)
+        counted = changes_of(partial(build_ten, model, tmp_path / "counted"))
         assert counted is not None and counted >= 50
         kills = length(50, 4)
         places = [1 + (2 * number + 1) * counted // (2 * kills) for number in range(kills)]
         unfinished = 0
         for place in places:
-            assert _changes_of_a_build(model, folder, killed_at=place) is None, place
+            assert changes_of(build, killed_at=place) is None, place
             unfinished += len(list((folder / "chunks").glob("??/*.tmp")))
-            assert _changes_of_a_build(model, folder) is not None
+            assert changes_of(build) is not None
             assert files(folder) == whole, place
             assert rows(folder) == rows(whole_folder), place
             shutil.rmtree(folder)
         assert unfinished > 0 or not ALL
-
-
-# What changes files, as Python's own audit hooks see it.
-_CHANGES = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.truncate", "sqlite3.connect"})
-
-
-def _build(model: Any, folder: Path) -> None:
-    patched = PatchedModel(model, ENGINE)
-    settings = PreprocessingSettings(neighbours=2, batch_documents=3)
-    with FusionBuilder(patched, folder, PREFIX, Following(), settings, ENGINE) as builder:
-        if not builder.facts:
-            builder.plan(corpus(10), {"made": "whole"})
-        builder.verify()
-        for _ in builder.build():
-            pass
-
-
-def _watch(happened: Callable[[], None]) -> None:
-    """Call `happened` at each change, and in the middle of each write, for the rest of this process."""
-    write = os.writev
-
-    def in_two(descriptor: int, buffers: Any) -> int:
-        first = write(descriptor, [buffers[0][: max(1, len(buffers[0]) // 2)]])
-        happened()
-        return first
-
-    os.writev = in_two
-    sys.addaudithook(lambda event, arguments: happened() if event in _CHANGES else None)
-
-
-def _changes_of_a_build(model: Any, folder: Path, killed_at: int = 0) -> int | None:
-    """Build in a forked process: how many changes it made, or None if it was killed at the one given."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        count, status = 0, 99
-
-        def happened() -> None:
-            nonlocal count
-            count += 1
-            if count == killed_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        try:
-            _watch(happened)
-            _build(model, folder)
-            os.write(writer, str(count).encode())
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        said = pipe.read()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status == (0 if said else -signal.SIGKILL)
-    return int(said) if said else None
 
 
 class TestAnotherCorpus:
@@ -663,12 +583,3 @@ class TestRefused:
         path.write_bytes(b"no database" * 1000)
         with pytest.raises(ManifestError, match="build into another folder"):
             open_builder()
-
-    def test_a_model_whose_keys_do_not_rotate_is_named(self, open_builder: Open) -> None:
-        config = small_model().config
-        config.rope_parameters = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0}
-        config.rope_parameters |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-        config.rope_parameters["original_max_position_embeddings"] = 512
-        longrope = transformers.Qwen2ForCausalLM(config)
-        with pytest.raises(ValueError, match="longrope"):
-            open_builder(of=longrope)

@@ -77,29 +77,6 @@ class TestMovedKeys:
         rotation.verify(model)
 
 
-class TestALayer:
-    def test_without_positions_is_left_as_it_is(self) -> None:
-        kind, settings = ROTATED["layers without positions"]
-        rotation = Rotation.of(make_model(kind, **settings))
-        assert [rope is None for rope in rotation.ropes] == [False, True, False, True]
-        vectors = torch.randn(3, 2, 16)
-        assert rotation.shift(vectors, 9, 1) is vectors
-
-    def test_has_the_frequencies_of_its_kind(self) -> None:
-        kind, settings = ROTATED["frequencies by kind of layer"]
-        local, wide, *_ = Rotation.of(make_model(kind, **settings)).ropes
-        assert local is not None and wide is not None
-        assert torch.allclose(local.frequencies, 100.0 ** -(torch.arange(0, 16, 2) / 16))
-        assert torch.allclose(wide.frequencies, 10000.0 ** -(torch.arange(0, 16, 2) / 16) / 4)
-
-    def test_that_rotates_a_part_of_the_head_keeps_the_rest(self) -> None:
-        rotation = Rotation.of(make_model("StableLm"))
-        vectors = torch.randn(3, 2, 16)
-        found = rotation.shift(vectors, 5, 0)
-        assert torch.equal(found[..., 4:], vectors[..., 4:])
-        assert not torch.allclose(found[..., :4], vectors[..., :4])
-
-
 class TestHalfPrecision:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_is_rotated_in_single_precision_and_rounded_once(self, dtype: Any) -> None:

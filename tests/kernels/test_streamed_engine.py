@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -96,43 +95,6 @@ class TestAnswers:
             assert (stream.host_layers > 0) == (host > 0 and layers < 9)
             for seed, completions in zip((0, 0, 50), expected, strict=True):
                 check_same(engine.generate(requests(seed)), completions)
-
-    def test_to_prompts_longer_than_a_step_are_the_same_in_steps_of_the_same_size(self, small_folder: Path) -> None:
-        step = 16
-        long = [ask([tokens(5 * step, 1), tokens(step, 2)], tokens(7, 3)), ask([], tokens(3 * step + 1, 4))]
-        same = {"max_batch_tokens": step, "dtype": "bfloat16", "max_requests": 8}
-        with TieredEngine.load(small_folder, whole(**same)) as engine:
-            expected = engine.generate(long)
-        with TieredEngine.load(small_folder, streaming(small_folder, 2, **same)) as engine:
-            assert engine.placement.step_tokens == step
-            check_same(engine.generate(long), expected)
-
-    @pytest.mark.parametrize(
-        "options",
-        [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"reuse": "fused", "select": "query", "select_rounds": 2}],
-        ids=["bfloat16", "float16", "documents reused anywhere"],
-    )
-    def test_are_the_same_in_other_dtypes_and_where_documents_are_reused_anywhere(
-        self, options: Any, small_folder: Path
-    ) -> None:
-        expected = answers(small_folder, (0, 0), **options)
-        with TieredEngine.load(small_folder, streaming(small_folder, 2, **options)) as engine:
-            engine.move_layers(LayerTiers.spread(3, 0))
-            for completions in expected:
-                check_same(engine.generate(requests()), completions)
-
-    def test_are_the_same_after_layers_moved_while_requests_ran(self, folder: Path) -> None:
-        expected = answers(folder, range(0, 800, 100))
-        random = Random(1)
-        with TieredEngine.load(folder, streaming(folder, 3)) as engine:
-
-            def move() -> None:
-                device = random.randrange(7)
-                wanted = LayerTiers.spread(6, device, random.randrange(7 - device))
-                assert engine.move_layers(wanted) == wanted
-
-            for seed, completions in zip(range(0, 800, 100), expected, strict=True):
-                check_same(served_while(engine, requests(seed), move), completions)
 
     def test_are_the_same_with_copies_in_host_memory(self, folder: Path) -> None:
         """As on a GPU, where a layer in host memory is copied before it is computed with."""
@@ -289,25 +251,6 @@ class TestPoolsAndRelief:
     @pytest.fixture(scope="class")
     def expected(self, folder: Path) -> list[Completion]:
         return answers(folder, (0,))[0]
-
-    def test_pools_that_change_between_steps_change_no_answer(self, folder: Path) -> None:
-        expected = answers(folder, (0, 100, 200, 300))
-        random, refused = Random(5), list[OutOfBlocksError]()
-        with TieredEngine.load(folder, streaming(folder, 3, host_bytes="1MiB")) as engine:
-
-            def resize() -> None:
-                try:
-                    engine.resize(device_tokens=random.randrange(64, 2000), host_bytes=random.randrange(1 << 20))
-                except OutOfBlocksError as error:
-                    refused.append(error)
-
-            for seed, completions in zip((0, 100, 200, 300), expected, strict=True):
-                found = served_while(engine, requests(seed), resize)
-                check_tokens(found, completions)
-                for one, other in zip(found, completions, strict=True):
-                    assert float((one.logits - other.logits).abs().max()) <= 1e-4
-            assert refused
-            assert engine.device_tokens == cache_of(engine).pool.blocks * 16
 
     @pytest.mark.parametrize("unfinished", [False, True], ids=["idle", "while requests run"])
     def test_a_placement_moves_layers_and_pools_and_changes_no_answer(

@@ -77,14 +77,6 @@ class TestExactness:
         [completion] = exactly(engine, plain, request)
         assert completion.cached.device == 64
 
-    def test_salts_share_nothing(self, make: Make, plain: Any) -> None:
-        engine = make()
-        document, question = tokens(40, 1), tokens(5, 2)
-        found = [
-            engine.generate([ask([document], question, salt)])[0].cached.total for salt in (None, "a", "b", "a", None)
-        ]
-        assert found == [0, 0, 0, 40, 40]
-
     @pytest.mark.parametrize(("block_size", "max_batch_tokens"), [(16, 100), (1, 7), (48, 16)])
     def test_random_traffic_over_small_tiers_is_exact(
         self, make: Make, plain: Any, tmp_path: Path, model: Any, block_size: int, max_batch_tokens: int
@@ -114,23 +106,6 @@ class TestExactness:
 
 
 class TestTiers:
-    def test_what_left_the_host_stays_on_the_disk(self, make: Make, plain: Any, model: Any, tmp_path: Path) -> None:
-        tiers = small_tiers(model, tmp_path, 8)
-        engine = make(**tiers)
-        first = ask([tokens(37, 1), tokens(30, 2)], tokens(9, 3))
-        engine.generate([first])
-        for seed in range(5):
-            engine.generate([ask([tokens(90, 10 + seed)], tokens(9, 3))])
-        [again] = exactly(engine, plain, first)
-        assert again.cached == (0, 0, 67)
-        engine.close()
-
-        restarted = make(**tiers)
-        last = ask([tokens(90, 12)], tokens(4, 8))
-        for request, cached in ((first, 67), (last, 90)):
-            [completion] = exactly(restarted, plain, request)
-            assert completion.cached == (0, 0, cached)
-
     @pytest.mark.parametrize(("backlog", "kept"), [("1KiB", False), ("1MiB", True)])
     def test_the_backlog_is_bounded(self, make: Make, plain: Any, tmp_path: Path, backlog: str, kept: bool) -> None:
         tiers = {"device_tokens": 8 * BLOCK, "disk_path": tmp_path / "kv", "disk_bytes": "16MiB"}
@@ -171,18 +146,6 @@ class TestTiers:
         assert engine.stats().cache.device.nodes == 2
         [fewer] = engine.generate([ask(documents[:1], tokens(9, 8))])
         assert fewer.cached.total == 30
-
-    def test_a_prefix_is_a_node_of_its_own_beside_the_documents(self, make: Make, plain: Any) -> None:
-        engine = make(max_cached_documents=1)
-        system, first, second = tokens(20, 1), tokens(30, 2), tokens(30, 3)
-        engine.generate([Request([*system, *first, *second, 5], [50, 80], prefix_tokens=20)])
-        request = Request([*system, *second, 5], [50], prefix_tokens=20, keep_logits=True)
-        [completion] = exactly(engine, plain, request)
-        assert completion.cached.total == 20
-        assert engine.generate([Request([*system, *first, 6], [50], prefix_tokens=20)])[0].cached.total == 50
-        for prefix_tokens in (-1, 50, 999):
-            [completion] = engine.generate([Request([*system, *second, 5], [50], prefix_tokens=prefix_tokens)])
-            assert completion.finish_reason == "length"
 
 
 class TestScheduling:

@@ -381,23 +381,6 @@ class TestExactness:
         predicted, reported = live.begin([0])
         assert abs(predicted - reported) <= BLOCK
 
-    def test_wrong_beliefs_about_answers_cost_nothing(self) -> None:
-        """The mirror alone gives up what the engine still holds, and loses hits."""
-        reported = {}
-        for suffix_tokens in (3, 400):
-            for told in (True, False):
-                live = Live([8] * 12, 40)
-                rng = random.Random(1)
-                reported[suffix_tokens, told] = 0
-                for _ in range(200):
-                    _, cached = live.begin(sorted(rng.sample(range(12), 3)), suffix_tokens=suffix_tokens)
-                    if told:
-                        live.engine.tell()
-                    live.end()
-                    reported[suffix_tokens, told] += cached
-        assert reported[400, True] >= 0.98 * reported[3, True]
-        assert reported[400, False] < 0.95 * reported[3, False]
-
 
 class TestSilence:
     """An engine without events."""
@@ -637,26 +620,6 @@ class TestOtherOrderers:
 
 class TestTenants:
     """Blocks with another salt have other contents."""
-
-    @settings(max_examples=examples(100))
-    @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), REQUESTS), max_size=40))
-    def test_where_there_is_room_for_all_nothing_depends_on_another_tenant(
-        self, requests: list[tuple[str, list[int]]]
-    ) -> None:
-        documents = make_documents([9] * DOCUMENTS)
-
-        def results(orderer: Orderer, only: str | None) -> list[Any]:
-            given = []
-            for scope, numbers in requests:
-                if only in (None, scope):
-                    ordering = orderer.order([documents[number] for number in numbers], scope=scope)
-                    ordering.confirm(ordering.cached_tokens)
-                    if scope == "a":
-                        given.append((list(ordering.permutation), ordering.cached_tokens, ordering.prefix_documents))
-            return given
-
-        both, alone = (hearing(EngineBlocks(BLOCK), capacity_tokens=800 * BLOCK) for _ in range(2))
-        assert results(both, None) == results(alone, "a")
 
     @pytest.mark.parametrize("ours", [None, "", "a", "b", 7])
     @pytest.mark.parametrize("theirs", [None, "a", "b"])

@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, product
-from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -96,23 +95,6 @@ class TestResidency:
             residency.cancel(lease)
         assert start(residency, "ba").cached_tokens == 0
         check(residency)
-
-    @pytest.mark.parametrize(("readable", "found"), [("first token", 0), ("start", SYSTEM + 2 * TOKENS)])
-    def test_can_be_read_from_the_first_token_or_the_start_on(
-        self, readable: Literal["first token", "start"], found: int
-    ) -> None:
-        residency, _ = make(replace(RULES, readable=readable), 2)
-        writer = start(residency, "ab")
-        assert start(residency, "ab").cached_tokens == found
-        residency.publish(writer)
-        assert start(residency, "ab").cached_tokens == SYSTEM + 2 * TOKENS
-
-    def test_lives_on_with_each_request_that_reads_it(self) -> None:
-        residency, clock = make(RULES, 2)
-        serve(residency, "ab")
-        for _ in range(5):
-            clock.now += 299
-            assert serve(residency, "ab").cached_tokens
 
     def test_a_clock_that_goes_back_makes_nothing_younger_or_older(self) -> None:
         residency, clock = make(RULES, 2)
@@ -402,17 +384,6 @@ class TestChoice:
     def choose(self, choice: MarkChoice, documents: str, held: int = -1, now: float = 0.0) -> tuple[int, ...]:
         ends = self.ends(len(documents))
         return choice.choose(documents, ends, held, (), ends[-1] + SUFFIX, now)
-
-    def test_sets_no_more_than_allowed_and_always_that_of_what_is_resumed(self) -> None:
-        rng = random.Random(0)
-        choice = self.choice()
-        for now in range(300):
-            documents = "".join(rng.sample("abcdefghijkl", rng.randrange(9)))
-            held = rng.randrange(-1, len(documents) + 1)
-            marks = self.choose(choice, documents, held, float(now))
-            assert len(marks) <= 4 and list(marks) == sorted(set(marks))
-            assert held < 0 or held in marks
-            assert all(self.ends(8)[mark] >= 200 or mark == held for mark in marks)
 
     def test_marks_where_later_requests_part(self) -> None:
         choice = self.choice()

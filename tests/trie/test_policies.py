@@ -6,12 +6,9 @@ Cached tokens are exact and deterministic: a figure that falls is a change of th
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
-import random
 from pathlib import Path
 from statistics import fmean
-from types import ModuleType
 
 import pytest
 from support.benched import run_bench
@@ -19,7 +16,6 @@ from support.rings import grid
 
 from ragorder.eval.data.workloads import WORKLOADS, make_workload
 from ragorder.eval.engines.capacity import Capacity
-from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.running.specs import Bench
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
@@ -139,48 +135,3 @@ def test_batches_of_real_questions(corpus: str, top_k: int, percent: float) -> N
 def test_workloads_draw_what_they_always_drew(name: str, seed: int) -> None:
     rankings = make_workload(name, seed).rankings
     assert hashlib.sha256(json.dumps(rankings).encode()).hexdigest().startswith(DIGESTS[name][seed])
-
-
-@pytest.fixture(scope="module")
-def reference() -> ModuleType:
-    """The prototype that the figures of the notes were made with."""
-    if not REFERENCE.is_file():
-        pytest.skip("the reference lies outside the project")
-    spec = importlib.util.spec_from_file_location("workloads_and_apc", REFERENCE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_workloads_draw_what_the_reference_draws(reference: ModuleType, name: str, seed: int) -> None:
-    draws = {"mix8": reference.w_mix, "zipf10": reference.w_zipf, "geo": reference.w_geo}
-    overlap = float(name[2:]) if name.startswith("ov") else 0.6
-    options = {} if name in draws else {"overlap": overlap, "shuffle": name != "paper"}
-    trace, corpus_size = draws.get(name, reference.w_paper)(seed, **options)
-    workload = make_workload(name, seed)
-    assert workload.rankings == [documents for documents, _ in trace]
-    lengths = [document.token_count for document in workload.documents]
-    assert lengths == [reference.doc_len(number) for number in range(corpus_size)]
-
-
-@pytest.mark.parametrize("in_flight", [1, 3, 8])
-@pytest.mark.parametrize("capacity_tokens", [1, 16, 300, 1_000, 5_000, 1_000_000])
-def test_the_engine_is_the_reference_engine(reference: ModuleType, capacity_tokens: int, in_flight: int) -> None:
-    rng = random.Random(capacity_tokens + in_flight)
-    output_tokens = rng.randint(0, 40)
-    engine = SimEngine(capacity_tokens=capacity_tokens, in_flight=in_flight, output_tokens=output_tokens)
-    apc = reference.APC(capacity_tokens, in_flight)
-    segments = [[number * 1_000 + token for token in range(rng.randint(1, 90))] for number in range(8)]
-    cached = []
-    for number in range(400):
-        prompt = [token for segment in rng.sample(segments, rng.randint(1, 4)) for token in segment]
-        prompt += [1_000_000 + number * 100 + token for token in range(rng.choice([0, 0, 1, 20]))]
-        answer = [10_000_000 + number * 100 + token for token in range(output_tokens)]
-        expected, _ = apc.serve(prompt, answer)
-        completion = engine.generate(prompt)
-        assert (completion.cached_tokens, completion.prompt_tokens) == (expected, len(prompt))
-        cached.append(expected)
-    assert sum(cached) > 0 or capacity_tokens < 300

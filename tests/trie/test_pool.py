@@ -28,37 +28,6 @@ def held(residency: LRUResidency) -> int:
 
 
 class TestOneOrderOfUse:
-    def test_the_least_recently_used_blocks_go_first_whoever_holds_them(self) -> None:
-        pool = Pool(10 * BLOCK, BLOCK)
-        one, other = make(pool)
-        serve(one, "ab")
-        serve(other, "cd")
-        serve(one, "e")
-        assert (held(one), held(other), pool.used_blocks) == (6, 4, 10)
-        serve(other, "f", blocks=1)
-        assert (held(one), held(other)) == (5, 5), "block by block, from the tail"
-        serve(one, "ab")
-        assert (held(one), held(other)) == (6, 4), "then the next one's"
-        assert pool.used_blocks == 10
-
-    def test_requests_in_flight_are_pinned_for_all(self) -> None:
-        pool = Pool(10 * BLOCK, BLOCK)
-        one, other = make(pool)
-        lease = start(one, "abc")
-        for documents in "defghi":
-            serve(other, documents)
-        assert lease.open
-        assert (held(one), held(other)) == (6, 4)
-
-    def test_if_only_requests_in_flight_are_left_the_oldest_of_all_counts_as_served(self) -> None:
-        pool = Pool(10 * BLOCK, BLOCK)
-        one, other = make(pool)
-        oldest, second, newest = start(one, "abc"), start(other, "de"), start(one, "f")
-        assert (oldest.open, second.open, newest.open) == (False, True, True)
-        assert pool.used_blocks == 10
-        one.release(oldest)
-        assert (held(one), held(other)) == (6, 4)
-
     def test_nodes_are_bounded_together(self) -> None:
         pool = Pool(None, BLOCK, max_nodes=5)
         one, other = make(pool)
@@ -81,16 +50,6 @@ class TestForgotten:
         assert (held(other), pool.used_blocks) == (6, 10)
         serve(other, "gh")
         assert (held(other), pool.used_blocks) == (10, 10)
-
-    def test_without_a_capacity_nothing_is_left_of_it(self) -> None:
-        pool = Pool(None, BLOCK)
-        (one,) = make(pool, 1)
-        for _ in range(3_000):
-            serve(one, "ab")
-            one.close()
-            (one,) = make(pool, 1)
-            assert (pool.used_blocks, pool.nodes, len(pool.holders)) == (0, 0, 0)
-        assert len(pool.log) <= 1_025
 
     def test_its_request_ends_without_effect(self) -> None:
         pool = Pool(10 * BLOCK, BLOCK)
@@ -120,33 +79,6 @@ class TestForgotten:
         assert pool.used_blocks <= 10
         serve(third, "gh")
         assert pool.used_blocks == held(other) + held(third) == 10
-
-
-class TestFeedback:
-    def test_once_a_hit_is_confirmed_a_loss_is_of_all_scopes(self) -> None:
-        pool = Pool(100 * BLOCK, BLOCK)
-        one, other = make(pool)
-        corrected = FeedbackResidency(other)
-        serve(one, "ab")
-        serve(other, "cd")
-        for reported in (8 * BLOCK, 0):
-            lease = start(corrected, "cdx")
-            assert lease.cached_tokens == (4 if reported else 6) * BLOCK
-            corrected.release(lease, reported)
-        assert (held(one), held(other)) == (0, 6)
-        assert pool.used_blocks == 6 + 4, "others have its room"
-
-    def test_before_a_hit_is_confirmed_a_loss_is_of_the_one_that_reports_it(self) -> None:
-        pool = Pool(100 * BLOCK, BLOCK)
-        one, other = make(pool)
-        corrected = FeedbackResidency(other)
-        serve(one, "ab")
-        serve(other, "ef")
-        serve(other, "cd")
-        for _ in range(3):
-            corrected.release(start(corrected, "cd"), 0)
-            assert (held(one), held(other)) == (4, 4), "what was not in use is gone"
-        assert pool.used_blocks == 4 + 4 + 4
 
 
 class TestCopy:
