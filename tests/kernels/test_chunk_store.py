@@ -23,6 +23,7 @@ from support.chunks import (
     IDENTITY,
     KEY,
     OTHER,
+    THIRD,
     bytes_on_disk,
     content,
     failing,
@@ -121,7 +122,7 @@ class Machine(RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(POLICIES), history=st.sampled_from([0, 4]), blocks=st.integers(0, 12))
     def open(self, policy: str, history: int, blocks: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="chunk-store-"))
-        self.policy, self.history, self.capacity = policy, history, blocks * BLOCK
+        self.policy, self.history, self.blocks, self.capacity = policy, history, blocks, blocks * BLOCK
         self.model: dict[bytes, bytes] = {}
         self.parents: dict[bytes, bytes | None] = {}
         self.kept_cost: dict[bytes, float] = {}
@@ -200,12 +201,11 @@ class Machine(RuleBasedStateMachine):
             self.tier.remove(key)
             del self.model[key]
 
-    @rule(blocks=st.none() | st.integers(0, 12))
-    def reopen(self, blocks: int | None) -> None:
+    @rule(smaller=st.booleans())
+    def reopen(self, smaller: bool) -> None:
         """Oldest first, with parents and costs. A smaller store keeps what fits."""
         self.store.close()
-        if blocks is not None:
-            self.capacity = blocks * BLOCK
+        self.capacity = self.tier.used // 2 // BLOCK * BLOCK if smaller else self.blocks * BLOCK
         self.held.clear()
         self.tier = self.new_tier()
         sizes = {key: -(-file_of(self.folder, key).stat().st_size // BLOCK) * BLOCK for key in self.model}

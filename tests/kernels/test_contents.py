@@ -105,6 +105,8 @@ class TestAContent:
         assert not any(segment.content for segment in segments_of(tokens, [], chunk_tokens=8, prefix_tokens=0))
         assert not segments_of(tokens, [5, 20], prefix_tokens=5)[0].content
         assert segments_of(tokens, [5, 20], prefix_tokens=5)[1].content
+        for malformed in (-1, 4, 20, 999):
+            assert segments_of(tokens, [5, 20], prefix_tokens=malformed)[0] == segments_of(tokens, [5, 20])[0]
 
 
 def where(key: bytes, parent: bytes | None = None, start: int = 5) -> CopyLocation:

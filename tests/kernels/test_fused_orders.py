@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,7 +17,7 @@ pytest.importorskip("transformers")
 
 from support.fused_reference import prompt_of
 
-from ragorder import Document, Orderer, Settings
+from ragorder import Document, Orderer
 from ragorder.benchmarks.fusion.selections import DocumentHeads
 from ragorder.kernels.engine import Fusion
 
@@ -46,41 +45,6 @@ def test_each_document_is_reused_as_predicted(make: Make) -> None:
         kinds.update(ordering.reuse)
         ordering.confirm(done.cached.total, done.prompt_tokens + 1, prompt_tokens=done.prompt_tokens)
     assert kinds == {"exact", "fused", "computed"}
-
-
-def test_without_the_order_less_is_exact(make: Make) -> None:
-    orderer = Orderer(reuse="fused", capacity_tokens=8192, prefix_tokens=len(SYSTEM), strict=True)
-    random, exact = Random(1), []
-    given = [random.sample(DOCUMENTS, 5) for _ in range(16)]
-    for requests in (given, [orderer.order(documents).documents for documents in given]):
-        engine = make(reuse="fused", recompute=0, device_tokens=8192)
-        texts = [[TEXTS[int(document.id)] for document in documents] for documents in requests]
-        prompts = [prompt_of(SYSTEM, each, tokens(5, 1000 + number)) for number, each in enumerate(texts)]
-        exact.append(sum(engine.generate([prompt])[0].cached.total for prompt in prompts))
-    assert exact[1] > 1.2 * exact[0]
-
-
-def test_documents_that_are_computed_although_all_have_copies_become_an_exact_prefix(make: Make) -> None:
-    engine = make(reuse="fused", recompute=0, device_tokens=16_384)
-    # Each after another one, so that none is an exact prefix where it comes first.
-    for number, text in enumerate(TEXTS):
-        engine.generate([prompt_of(SYSTEM, [tokens(16, 500 + number), text], tokens(5, number), fusion="exact")])
-    settings = Settings(reuse="fused", copies="all", recompute=0.5, capacity_tokens=16_384, prefix_tokens=len(SYSTEM))
-    orderer = Orderer(settings.model_copy(update={"strict": True, "min_gain": 0.0}))
-    random, invested, exact = Random(2), 0, 0
-    for number in range(120):
-        ordering = orderer.order([*random.sample(DOCUMENTS[1:], 3), DOCUMENTS[0]])
-        texts = [TEXTS[int(document.id)] for document in ordering.documents]
-        request = prompt_of(SYSTEM, texts, tokens(5, 1000 + number))
-        [done] = engine.generate([replace(request, exact_documents=ordering.exact_documents)])
-        kinds = ordering.reuse
-        expected = sum(len(text) for text, kind in zip(texts, kinds, strict=True) if kind == "exact")
-        assert done.cached.total == len(SYSTEM) + expected
-        assert done.fused.total == sum(len(text) for text, kind in zip(texts, kinds, strict=True) if kind == "fused")
-        invested, exact = invested + kinds.count("computed"), exact + kinds.count("exact")
-        assert (ordering.exact_documents > 0) == ("computed" in kinds)
-        ordering.confirm(done.cached.total, done.prompt_tokens + 1, prompt_tokens=done.prompt_tokens)
-    assert invested and exact > 30
 
 
 def rankings(corpus: str) -> list[list[int]]:

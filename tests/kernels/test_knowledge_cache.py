@@ -33,7 +33,7 @@ from support.cached_kv import (
     Request,
     check_accounts,
 )
-from support.inside import copies_of, device_of, disk_of, host_of, leases_of, tiers_of
+from support.inside import device_of, disk_of, host_of, leases_of, tiers_of
 
 from ragorder.kernels.cache import DiskSettings, KnowledgeCache, Segment
 from ragorder.kernels.paging import OutOfBlocksError
@@ -77,15 +77,6 @@ def on_disk(engine: Made, *documents: Sequence[int], device_blocks: int = 5, **s
 
 def chunk_files(folder: Path) -> list[Path]:
     return sorted((folder / "disk" / "chunks").glob("??/*.kv"))
-
-
-class TestWhatWasComputedIsFound:
-    def test_documents_are_found_and_the_question_is_not(self, engine: Made) -> None:
-        at = engine()
-        assert at.serve(A, B, C) == (0, 0, 0)
-        assert at.serve(A, B, C) == (16, 0, 0)
-        assert at.serve(A, B, D, question=(9, 9)) == (11, 0, 0)
-        assert at.serve(B) == (0, 0, 0)
 
 
 class TestMisuse:
@@ -237,23 +228,6 @@ class TestWhatLeavesTheDevice:
         lease.wait()
         assert lease.ready and not jobs
         at.cache.release(lease)
-
-    def test_a_child_may_arrive_before_its_parent(self, engine: Made) -> None:
-        at = engine(device_blocks=5, host_blocks=1, disk=PLENTY)
-        # They meet within a block. The host has room for the child alone.
-        parent, child = [1] * 7, [2]
-        for documents in ([parent], [parent, child]):
-            at.serve(*documents)
-            at.store()
-        request = Request([parent, child])
-        lease = at.acquire(request)
-        assert lease.tokens_by_tier == (0, 1, 7)
-        copies_of(at.cache).wait()
-        at.cache.poll()
-        assert [copy.load is None for copy in lease.pinned] == [False, True]
-        lease.wait()
-        at.check(request, 8)
-        at.release(request)
 
     def test_the_backlog_gives_what_is_not_written_yet(self, engine: Made, tmp_path: Path) -> None:
         at = engine(device_blocks=5, disk=PLENTY)

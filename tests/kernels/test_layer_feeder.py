@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ from support.streamed import saved
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+
+from support.fake_streams import fake_streams
 
 from ragorder.kernels.offload import Checkpoint, LayerStore, feeder
 from ragorder.kernels.offload.checkpoint import TensorEntry
@@ -84,45 +85,11 @@ class TestStreamsInOrder:
 
     @pytest.fixture
     def told(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-        told: list[tuple[str, ...]] = []
-
-        class Stream:
-            def __init__(self, device: Any = None, name: str = "copies") -> None:
-                self.name = name
-
-            def wait_event(self, event: Event) -> None:
-                told.append((self.name, "waits for", event.name))
-
-            def synchronize(self) -> None:
-                told.append(("host", "waits for", self.name))
-
-        class Event:
-            name = ""
-
-            def __init__(self, *, blocking: bool = False) -> None:
-                pass
-
-            def record(self, stream: Stream) -> None:
-                self.name = f"event of {stream.name}"
-                told.append((stream.name, "records"))
-
-        @contextmanager
-        def stream(current: Stream) -> Iterator[None]:
-            yield
-
-        monkeypatch.setattr(torch.cuda, "Stream", Stream)
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "stream", stream)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device, "compute"))
-        monkeypatch.setattr(
-            torch.Tensor, "record_stream", lambda _, stream: told.append(("buffer", "is used by", stream.name))
-        )
-
         def allocate(nbytes: int, device: Any, *, pinned: bool = False) -> Any:
             return torch.zeros(nbytes, dtype=torch.uint8)
 
         monkeypatch.setattr(feeder, "allocate", allocate)
-        return told
+        return fake_streams(monkeypatch, "copies")
 
     def test_a_new_buffer_is_filled_after_what_had_its_memory_and_kept_until_then(
         self, told: list[tuple[str, ...]], store: LayerStore
@@ -142,8 +109,10 @@ class TestStreamsInOrder:
         assert torch.equal(ring.take(0).buffer.bytes[: store.nbytes(0)], host[: store.nbytes(0)])
         assert told == [
             ("compute", "records"),
+            ("begin", "copies"),
             ("copies", "waits for", "event of compute"),
             ("copies", "records"),
+            ("end", "copies"),
             ("buffer", "is used by", "copies"),
         ]
         ring.close()

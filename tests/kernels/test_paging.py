@@ -7,7 +7,6 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fake_streams import fake_streams
 
 from ragorder.kernels.paging import (
     BlockPool,
@@ -238,48 +238,7 @@ class TestStreamsInOrder:
 
     @pytest.fixture
     def told(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-        told: list[tuple[str, ...]] = []
-
-        class Stream:
-            def __init__(self, device: Any = None, name: str | None = None) -> None:
-                self.name = name or ("in", "out")[sum(entry[0] == "made" for entry in told)]
-                if name is None:
-                    told.append(("made", self.name))
-
-            def wait_stream(self, other: Stream) -> None:
-                told.append((self.name, "waits for", other.name))
-
-            def wait_event(self, event: Event) -> None:
-                told.append((self.name, "waits for", event.name))
-
-            def synchronize(self) -> None:
-                told.append(("host", "waits for", self.name))
-
-        class Event:
-            def __init__(self, *, blocking: bool) -> None:
-                assert blocking
-
-            def record(self, stream: Stream) -> None:
-                self.name = f"event of {stream.name}"
-                told.append((stream.name, "records"))
-
-            def query(self) -> bool:
-                return False
-
-            def synchronize(self) -> None:
-                told.append(("host", "waits for", self.name))
-
-        @contextmanager
-        def stream(current: Stream) -> Iterator[None]:
-            told.append(("begin", current.name))
-            yield
-            told.append(("end", current.name))
-
-        monkeypatch.setattr(torch.cuda, "Stream", Stream)
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "stream", stream)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device, "compute"))
-        return told
+        return fake_streams(monkeypatch, "in", "out")
 
     @pytest.mark.parametrize(("into_device", "name"), [(True, "in"), (False, "out")])
     def test_a_copy_waits_for_the_computing_stream_and_ends_with_an_event(
@@ -290,7 +249,7 @@ class TestStreamsInOrder:
         source, target = (host, device) if into_device else (device, host)
         expected = source.kv[[0, 1]].clone()
         transfer = StreamTransfers("cuda").start(source, [0, 1], target, [1, 2])
-        assert told[2:] == [(name, "waits for", "compute"), ("begin", name), (name, "records"), ("end", name)]
+        assert told == [(name, "waits for", "compute"), ("begin", name), (name, "records"), ("end", name)]
         assert torch.equal(target.kv[1:], expected)
         del told[:]
         assert not transfer.done
@@ -316,7 +275,6 @@ class TestStreamsInOrder:
 
     def test_within_the_host_no_stream_is_asked(self, told: list[tuple[str, ...]]) -> None:
         transfers = StreamTransfers("cuda")
-        del told[:]
         source, target = filled(2, 1), filled(2, 2)
         transfers.start(source, [0], target, [1]).wait()
         assert torch.equal(target.kv[1], source.kv[0])

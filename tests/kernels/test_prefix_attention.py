@@ -459,31 +459,6 @@ for line in tried(problem, tiles, lambda call: {"error": _error(call(), referenc
 class TestTheBenchmark:
     """Without a GPU: everything but the times."""
 
-    def test_checks_the_kernel_in_the_interpreter_and_says_that_nothing_was_timed(
-        self, python: Any, tmp_path: Path
-    ) -> None:
-        pytest.importorskip("triton")
-        cell = {"query": 9, "context": 20, "heads": "6/2", "head_dim": 64, "batch": 2, "dtype": "fp16"}
-        cell |= {"block_size": 32, "repeats": 30}
-        folder = tmp_path / "kernels"
-        options = [word for name, value in cell.items() for word in ("--set", f"{name}={value}")]
-        command = ("-m", "ragorder", "eval", "run", "attention-check", *options, "--seeds", "3", "-o", folder)
-        done = python(*command, timeout=300, TRITON_INTERPRET="1")
-        assert done.returncode == 0, done.stderr
-        session, *lines = map(json.loads, (folder / "results.jsonl").read_text().splitlines())
-        rows = {line["policy"]: line for line in lines}
-        computed = ("triton", "triton unsplit", "torch")
-        assert {name for name, row in rows.items() if row["type"] == "attention"} == {*computed}
-        for name in computed:
-            assert 0 < rows[name]["facts"]["error"] < 2e-3
-            assert (rows[name]["rows"]["ms"], rows[name]["seed"]) == ([], 3)
-        assert "torch" in session["environment"]["packages"]
-        report = python("-m", "ragorder", "report", folder, "--markdown", "-", timeout=300).stdout
-        assert "Nothing was timed" in report
-        for name in ("flash", "flash + gather", "cudnn", "flex", "flex + mask"):
-            assert rows[name]["reason"] == "needs a GPU"
-        assert "| 2 | 9 | 20 | 6/2 × 64 | triton |" in report
-
     def test_tries_tiles_and_splits_that_the_table_does_not_have(self, python: Any) -> None:
         pytest.importorskip("triton")
         done = python("-c", TRIED, timeout=300, TRITON_INTERPRET="1")
@@ -503,7 +478,8 @@ class TestTheBenchmark:
         done = CliRunner().invoke(cli.main, ["eval", "run", "attention-check", "-o", str(tmp_path), *changes])
         assert done.exit_code == 1
         assert "2 of 2 results are wrong" in done.output
-        assert ", wrong |" in CliRunner().invoke(cli.main, ["report", str(tmp_path), "--markdown", "-"]).output
+        report = CliRunner().invoke(cli.main, ["report", str(tmp_path), "--markdown", "-"]).output
+        assert ", wrong |" in report and "Nothing was timed" in report
 
     def test_counts_what_is_computed_and_moved(self) -> None:
         from ragorder.benchmarks.kernels.attention.contenders import AttentionShape

@@ -51,14 +51,6 @@ def near(value: float) -> Any:
     return pytest.approx(value, rel=1e-9, abs=1e-9)
 
 
-def steepest(axis: tuple[int, ...], lines: Any, start: int | None = None) -> float:
-    """The steepest slope along an axis, that from the origin to the first time included if `start` is 0."""
-    origin = [] if start is None else [(start, 0.0)]
-    points = [pairwise([*origin, *zip(axis, line, strict=True)]) for line in lines]
-    slopes = [(after - before) / (end - begin) for line in points for (begin, before), (end, after) in line]
-    return max(slopes, default=0.0)
-
-
 class TestAProfile:
     @given(profiles)
     def test_is_what_was_measured_on_the_grid(self, profile: PrefillProfile) -> None:
@@ -108,18 +100,6 @@ class TestAProfile:
         for seconds in (profile(cached, new), profile(-cached, new), profile(cached, -new), profile.cost(cached, new)):
             assert 0 <= seconds < math.inf
         assert profile(-cached, -new) == profile(0, 0)
-
-    @given(profiles, st.data())
-    def test_does_not_jump_at_the_border(self, profile: PrefillProfile, data: st.DataObject) -> None:
-        cached_axis, new_axis = profile.cached_tokens, profile.new_tokens
-        cached = data.draw(st.integers(0, cached_axis[-1]))
-        step = steepest(new_axis, profile.seconds, start=0)
-        for new in {new_axis[0] - 1, new_axis[0], new_axis[-1] - 1, new_axis[-1]}:
-            assert profile(cached, new + 1) - profile(cached, new) <= step + 1e-9
-        new = data.draw(st.integers(new_axis[0], new_axis[-1]))
-        step = steepest(cached_axis, zip(*profile.seconds, strict=True))
-        for cached in {max(0, cached_axis[0] - 1), cached_axis[0], cached_axis[-1]}:
-            assert profile(cached + 1, new) - profile(cached, new) <= step + 1e-9
 
     @given(profiles, counts, st.integers(0, 50_000))
     def test_costs_its_share_of_each_new_token(self, profile: PrefillProfile, cached: int, new: int) -> None:
@@ -332,12 +312,6 @@ class TestMeasuring:
         assert profile.facts["sent_again"] == 1
         salts = [salt for tokens, salt, _ in sent if tokens == 32]
         assert len(set(salts)) == 3, "with a salt of its own"
-
-    def test_repeats_what_failed(self, far: FarServer) -> None:
-        far.fails = lambda number: number in (6, 10)
-        profile, _ = measured(far)
-        assert profile.facts["sent_again"] == 2
-        assert all(0 < seconds < 10 for row in profile.seconds for seconds in row)
 
     def test_gives_up_on_a_server_that_never_has_the_prefix(self, far: FarServer) -> None:
         far.forgets = lambda number: number > 4

@@ -174,21 +174,6 @@ def _measured_by_process(folder: Path, log: Path) -> PrefillProfile:
 
 
 class TestCache:
-    def test_measures_once_for_a_key(self, tmp_path: Path) -> None:
-        cache = ProfileCache(tmp_path / "new" / "folder")
-        assert cache.find(KEY) is None
-        assert cache.find_or_measure(KEY, lambda: PROFILE) == PROFILE
-        again = ProfileCache(cache.folder).find_or_measure(profile_key(dict(reversed(IDENTITY.items()))), unexpected)
-        assert again == PROFILE
-        assert again.facts == {"engine": "test", "key": KEY}
-
-    @pytest.mark.parametrize("change", [{"model": "n"}, {"threads": 1}, {"more": None}])
-    def test_measures_for_each_identity(self, tmp_path: Path, change: dict[str, Any]) -> None:
-        cache = ProfileCache(tmp_path)
-        cache.keep(KEY, PROFILE)
-        assert cache.find_or_measure(profile_key(IDENTITY | change), lambda: LINEAR) == LINEAR
-        assert cache.find(KEY) == PROFILE
-
     @pytest.mark.parametrize(("spread", "warned"), [(0.1, False), (0.4, True)])
     def test_warns_of_the_times_of_a_busy_machine(
         self, tmp_path: Path, spread: float, warned: bool, caplog: pytest.LogCaptureFixture

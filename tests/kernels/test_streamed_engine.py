@@ -15,11 +15,9 @@ import pytest
 from support.families import STREAMED, family, make_model
 from support.inside import (
     ALLOCATE,
-    await_reads,
     cache_of,
     counters_of,
     model_of,
-    runner_of,
     scheduler_of,
     set_bounds,
     streamer_of,
@@ -95,20 +93,6 @@ class TestAnswers:
             assert (stream.host_layers > 0) == (host > 0 and layers < 9)
             for seed, completions in zip((0, 0, 50), expected, strict=True):
                 check_same(engine.generate(requests(seed)), completions)
-
-    def test_are_the_same_with_copies_in_host_memory(self, folder: Path) -> None:
-        """As on a GPU, where a layer in host memory is copied before it is computed with."""
-        expected = answers(folder, (0, 50))
-        with TieredEngine.load(folder, streaming(folder, 3)) as engine:
-            streamer = streamer_of(engine)
-            streamer.in_place = False
-            for seed, completions, layers in zip((0, 50), expected, ((1, 4), (0, 6)), strict=True):
-                engine.move_layers(LayerTiers.spread(6, *layers))
-                # Reads that were under way when the layers moved are counted when they end.
-                await_reads(streamer)
-                before = streamer.stats.bytes
-                check_same(engine.generate(requests(seed)), completions)
-                assert (streamer.stats.bytes > before) == (sum(layers) < 6)
 
 
 class TestStream:
@@ -409,24 +393,6 @@ class TestPoolsAndRelief:
             monkeypatch.setattr(streamer_of(engine), "regain", broken)
             check_same(engine.generate(requests()), expected)
         assert attempts
-
-    def test_a_shortage_that_lasts_is_an_error_of_its_requests_alone(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        with TieredEngine.load(folder, streaming(folder, 5)) as engine:
-            compute = runner_of(engine).compute
-
-            def short(chunks: Any) -> Any:
-                if any(len(chunk.sequence.tokens) > 60 for chunk in chunks):
-                    raise torch.OutOfMemoryError("x")
-                return compute(chunks)
-
-            monkeypatch.setattr(runner_of(engine), "compute", short)
-            asked = [ask([], tokens(count, count)) for count in (20, 70, 30)]
-            reasons = [each.finish_reason for each in engine.generate(asked)]
-            assert reasons == ["length", "error", "length"]
-            streamer = streamer_of(engine)
-            assert streamer.slots == 1 and len(streamer.streamed) == 6
 
 
 class Mover:

@@ -111,18 +111,6 @@ def test_saves_nearly_what_brute_force_saves_on_random_batches() -> None:
     assert saved_in_all >= 0.98 * best_in_all
 
 
-@pytest.mark.parametrize(
-    "requests",
-    [[], [[]], [[], []], [["a"]], [["a", "b"], []], [["b", "a"]] * 3, [["a"], ["b"], ["c"]], [["a", "b"], ["b", "a"]]],
-    ids=str,
-)
-@pytest.mark.parametrize("weight", [0, 1, 500])
-def test_degenerate_batches(requests: list[list[str]], weight: int) -> None:
-    tokens = dict.fromkeys("abc", weight)
-    orders = planned(requests, tokens)
-    assert trie_tokens(orders, tokens) == sum(tokens[key] for key in {key for order in orders for key in order})
-
-
 def test_what_is_not_shared_keeps_its_order() -> None:
     tokens = dict.fromkeys(KEYS, 10)
     assert plan([["c", "a", "b"]], tokens) == [(0, ["c", "a", "b"])]
