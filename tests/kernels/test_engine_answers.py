@@ -323,25 +323,6 @@ class TestLoading:
         with pytest.raises(UnsupportedModelError, match=r"KV of torch\.float64; load it as float32"):
             TieredEngine(copy.deepcopy(model).double(), settings=EngineSettings(device_tokens=512, host_bytes=0))
 
-    @pytest.mark.parametrize(
-        ("make_settings", "wrong", "named"),
-        [
-            (EngineSettings, {"dtype": "int8"}, "float32, bfloat16, float16"),
-            (EngineSettings, {"policy": "fifo"}, "pgdsf"),
-            (EngineSettings, {"device_tokens": 8}, "block_size 16"),
-            (EngineSettings, {"block_size": 0}, "block_size"),
-            (EngineSettings, {"max_batch_token": 5}, "max_batch_token"),
-            (Sampling, {"max_tokens": 0}, "max_tokens"),
-            *((Sampling, {"temperature": wrong}, "temperature") for wrong in (-1, math.nan)),
-            *((Sampling, {"top_p": wrong}, "top_p") for wrong in (0, 1.5)),
-            (Sampling, {"stop": [""]}, "stop"),
-            (Sampling, {"logprobs": -1}, "logprobs"),
-        ],
-    )
-    def test_impossible_settings_are_refused(self, make_settings: Any, wrong: dict[str, Any], named: str) -> None:
-        with pytest.raises(ValueError, match=named):
-            make_settings(**wrong)
-
     def test_the_dtype_is_the_stored_one_or_that_of_the_settings(self, folder: Path, model: Any) -> None:
         shutil.rmtree(folder)
         copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)

@@ -152,24 +152,3 @@ class TestATurn:
         assert list(done) == ids
         for request_id, request in zip(ids, [*long, late], strict=True):
             assert list(done[request_id].token_ids) == greedy(plain, request)
-
-    def test_changes_no_answer(self, make: Make, model: Any) -> None:
-        """Tokens, drawn ones too, are those of the order of arrival."""
-        random = Random(7)
-        documents = [tokens(random.randint(10, 60), 60 + number) for number in range(8)]
-        requests = [
-            ask(
-                random.sample(documents, random.randint(1, 3)),
-                tokens(random.randint(1, 30), number),
-                max_tokens=random.randint(1, 8),
-                temperature=random.choice((0.0, 1.0)),
-                seed=number,
-            )
-            for number in range(40)
-        ]
-        sizes = {"device_tokens": 24 * BLOCK, "host_bytes": 16 * block_bytes(model), "max_requests": 4}
-        answers = []
-        for schedule in ("fcfs", "cached-first"):
-            engine = make(schedule=schedule, **sizes)
-            answers.append([completion.token_ids for completion in engine.generate(requests)])
-        assert answers[0] == answers[1]

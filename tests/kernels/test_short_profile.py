@@ -19,8 +19,7 @@ from support.inside import lock_profile
 from ragorder.common.files import cache_folder
 from ragorder.kernels.profile_cache import ProfileCache, profile_key
 from ragorder.kernels.short_profile import LONGEST_TOKENS, measure_short_loads, measure_short_profile
-from ragorder.trie.policies import Tier, make_policy
-from ragorder.trie.profile import LINEAR, PrefillProfile
+from ragorder.trie.profile import PrefillProfile
 
 
 class FakeEngine:
@@ -92,25 +91,6 @@ class TestShortProfile:
         for cached in profile.cached_tokens:
             for new in profile.new_tokens:
                 assert profile(cached, new) == pytest.approx(engine.time_s(cached, new))
-
-    @pytest.mark.parametrize(
-        ("policy", "profile", "evicted"),
-        [
-            ("pgdsf", FakeEngine().profile(), "cheap"),
-            ("pgdsf", LINEAR, "dear"),
-            ("gdsf", FakeEngine().profile(), "dear"),
-            ("gdsf", LINEAR, "dear"),
-        ],
-        ids=["pgdsf, measured", "pgdsf, linear", "gdsf, measured", "gdsf, linear"],
-    )
-    def test_with_it_pgdsf_is_not_gdsf(self, policy: str, profile: PrefillProfile, evicted: str) -> None:
-        cheap, dear = profile.cost(0, 4000), profile.cost(4000, 20)
-        assert profile is LINEAR or dear > 3 * cheap
-        tier = Tier(make_policy(policy))
-        for key, cost in (("dear", dear), ("cheap", cheap)):
-            tier.insert(key)
-            tier.use([key], cost=cost, computed=[key])
-        assert tier.evict(1) == [evicted]
 
 
 class TestShortLoads:

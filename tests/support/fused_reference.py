@@ -10,7 +10,13 @@ from typing import Any, Literal
 import torch
 import transformers
 
-from ragorder.kernels.engine import Fusion, Request, Sampling
+from ragorder.kernels.engine import Completion, Fusion, Request, Sampling, TieredEngine
+from support.inside import cache_of
+from support.small_engine import tokens
+
+SYSTEM = tokens(21, 100)
+A, B, C, D = (tokens(length, seed) for length, seed in ((37, 1), (16, 2), (30, 3), (23, 4)))
+QUESTION = tokens(9, 5)
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,33 @@ def fused_logits(plain: Any, tokens: Sequence[int], taken: Sequence[Taken], reco
             use_cache=True,
         )
     return found.logits[0, -1]
+
+
+def warm(engine: TieredEngine, *paths: Sequence[Sequence[int]]) -> None:
+    """Have these documents computed after the system prompt, exactly."""
+    for path in paths:
+        [completion] = engine.generate([prompt_of(SYSTEM, path, tokens(3, 77), fusion="exact")])
+        assert completion.finish_reason == "length"
+
+
+def taken_of(documents: Sequence[Sequence[int]], *after: Sequence[Sequence[int]] | None) -> list[Taken]:
+    """Those of a prompt's documents that were computed after the system prompt and others; None: not reused."""
+    taken, start = [], len(SYSTEM)
+    for document, others in zip(documents, after, strict=True):
+        if others is not None:
+            taken.append(Taken(start, document, [*SYSTEM, *(token for other in others for token in other)]))
+        start += len(document)
+    return taken
+
+
+def off(completion: Completion, expected: Any) -> float:
+    assert completion.error is None, completion.error
+    return float((completion.logits - expected).abs().max())
+
+
+def used_blocks(engine: TieredEngine) -> int:
+    engine.clear_cache()
+    return cache_of(engine).pool.used_blocks
 
 
 class _Scattered(transformers.DynamicCache):  # type: ignore[misc]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,3 +90,9 @@ def check_same(found: Sequence[Completion], expected: Sequence[Completion]) -> N
         assert one.error is None, one.error
         assert (one.token_ids, one.cached) == (other.token_ids, other.cached)
         assert torch.equal(one.logits, other.logits)
+
+
+def check_tokens(found: Iterable[Completion], expected: Sequence[Completion]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.error is None, one.error
+        assert one.token_ids == other.token_ids
