@@ -88,12 +88,6 @@ def test_the_disk_of_an_engine_without_one_is_its_own(start: Make, tmp_path: Pat
         engine.close()
 
 
-@pytest.mark.parametrize("chosen", [None, "none"])
-def test_none_measures_nothing(start: Make, profiles: Path, chosen: str | None) -> None:
-    assert profile_of(start(profile=chosen)) is LINEAR
-    assert not profiles.exists()
-
-
 def test_a_file_is_read(start: Make, profiles: Path, tmp_path: Path) -> None:
     written = PrefillProfile((0,), (10, 20), ((1.0, 5.0),))
     written.to_file(tmp_path / "auto.json")

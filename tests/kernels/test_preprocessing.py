@@ -30,8 +30,7 @@ from ragorder.kernels.preprocessing.builder import FusionBuilder, SourceDocument
 from ragorder.kernels.preprocessing.manifest import BuildError, Manifest, ManifestError
 from ragorder.kernels.preprocessing.neighbours import GivenNeighbours, Neighbours, PreprocessingSettings
 from ragorder.kernels.preprocessing.preprocessor import Prefill, Preprocessor
-from ragorder.kernels.store import StoreRefusedError
-from ragorder.kernels.store.format import ChunkName, Header
+from ragorder.kernels.store.format import ChunkName
 
 PREFIX = tokens(21, 1)
 ENGINE = EngineSettings(device_tokens=2048, host_bytes=0, verify=False)
@@ -373,24 +372,6 @@ class TestInterrupted:
         built(open_builder, corpus(10), host_bytes=0).close()
         assert files(tmp_path / "build") == whole
 
-    def test_what_was_damaged_is_counted_and_computed_again(
-        self, open_builder: Open, whole: dict[str, bytes], tmp_path: Path
-    ) -> None:
-        built(open_builder, corpus(10)).close()
-        chance = random.Random(3)
-        paths = sorted((tmp_path / "build" / "chunks").glob("??/*"))
-        for number, path in enumerate(chance.sample(paths, 4)):
-            data = bytearray(path.read_bytes())
-            place = chance.randrange(Header.unpack(bytes(data)).header_bytes, len(data)) if number % 2 else 9
-            data[place] ^= 1
-            path.write_bytes(data[: len(data) - 1] if number == 3 else data)
-        with open_builder() as builder:
-            builder.verify()
-            assert sum(builder.damaged.values()) == 4
-            assert builder.estimate().documents >= 3
-            list(builder.build())
-        assert files(tmp_path / "build") == whole
-
     def test_parts_are_one_build(self, open_builder: Open, whole: dict[str, bytes], tmp_path: Path) -> None:
         parts: dict[str, bytes] = {}
         for number in (1, 2, 3):
@@ -489,18 +470,6 @@ class TestAnotherCorpus:
 
 
 class TestRefused:
-    def test_another_models_folder(self, open_builder: Open, tmp_path: Path) -> None:
-        built(open_builder, corpus(2)).close()
-        before = files(tmp_path / "build")
-        other = small_model()
-        with torch.no_grad():
-            next(other.parameters())[0, 0] += 1
-        engines = [ENGINE.model_copy(update=update) for update in ({"dtype": "bfloat16"}, {"block_size": 32})]
-        for arguments in ({"of": other}, *({"engine": engine} for engine in engines)):
-            with pytest.raises(StoreRefusedError, match="another model, or of the same one set up differently"):
-                open_builder(**arguments)
-        assert files(tmp_path / "build") == before
-
     def test_a_disk_that_is_too_small_before_anything_is_computed(
         self, open_builder: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:

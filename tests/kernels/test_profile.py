@@ -210,12 +210,6 @@ class TestAGrid:
         assert grid.new_tokens == (16, 64, 256, 1024, 4095)
         assert grid.cached_tokens == (0, 64, 256, 1024, 4096)
 
-    def test_rounds_cached_tokens_down_to_blocks_and_says_so(self) -> None:
-        grid = plan_grid(known(), [100, 16, 0, 20, 7], [5, 5, 3])
-        assert (grid.cached_tokens, grid.new_tokens) == ((0, 16, 96), (3, 5))
-        assert grid.notes == ("cached tokens come in whole blocks of 16: 7 is 0, 20 is 16, 100 is 96",)
-        assert grid.cells == [(0, 3), (0, 5), (16, 3), (16, 5), (96, 3), (96, 5)]
-
     @given(st.integers(1, 8191))
     def test_is_completed_by_what_still_fits(self, tokens: int) -> None:
         cached, new = plan_grid(known(), cached=[tokens]), plan_grid(known(), new=[tokens])

@@ -109,27 +109,6 @@ class TestResidency:
         clock.now += 2
         assert start(residency, "ab").cached_tokens == 0
 
-    def test_nodes_leave_the_tree_with_the_last_mark_below_them(self) -> None:
-        residency, clock = make(RULES, 3)
-        serve(residency, "abc")
-        clock.now += 200
-        serve(residency, "abd")
-        assert paths(residency.tree) == {"", "a", "ab", "abc", "abd"}
-        clock.now += 150
-        residency.refresh()
-        assert paths(residency.tree) == {"", "a", "ab", "abd"}
-        clock.now += 200
-        residency.refresh()
-        assert paths(residency.tree) == {""}
-        check(residency)
-
-    def test_shorter_prefixes_than_the_minimum_are_not_kept(self) -> None:
-        residency, _ = make(replace(RULES, minimum_tokens=SYSTEM + TOKENS + 1), 0, 1, 2)
-        serve(residency, "ab")
-        assert start(residency, "ax").cached_tokens == 0
-        assert start(residency, "ab").cached_documents == 2
-        assert residency.holds(residency.tree.root), "it cannot be kept"
-
     def test_a_request_that_fails_after_its_first_token_has_written(self) -> None:
         residency, _ = make(RULES, 2)
         lease = start(residency, "ab")

@@ -27,17 +27,6 @@ def held(residency: LRUResidency) -> int:
     return sum(node.blocks - node.missing for node in residency.tree.walk())
 
 
-class TestOneOrderOfUse:
-    def test_nodes_are_bounded_together(self) -> None:
-        pool = Pool(None, BLOCK, max_nodes=5)
-        one, other = make(pool)
-        serve(one, "ab")
-        serve(other, "cde")
-        serve(other, "f")
-        assert (one.tree.size, other.tree.size, pool.nodes) == (0, 4, 4)
-        assert pool.emptied == [one]
-
-
 class TestForgotten:
     def test_what_a_forgotten_scope_held_takes_room_until_it_is_the_oldest(self) -> None:
         pool = Pool(10 * BLOCK, BLOCK)

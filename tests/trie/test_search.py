@@ -187,10 +187,6 @@ class TestBest(SearchContract):
             assert tree.cached_tokens(node) == max(tree.cached_tokens(path) for path in paths)
             assert node.stamp == max(path.stamp for path in paths if held_tokens(tree, path) == best)
 
-    def test_among_equal_paths_takes_the_one_used_last(self) -> None:
-        for last, other in (("ab", "cd"), ("cd", "ab")):
-            assert "".join(find(self.search, tree_of(other, last), "dcba")) == last
-
     @pytest.mark.parametrize("budget", [1, 2, 7, 50])
     def test_looks_at_no_more_nodes_than_its_budget(self, budget: int) -> None:
         tree = tree_of(*["".join(order) for order in permutations("abcde")])
@@ -238,11 +234,6 @@ class TestPricedPaths:
     def loads(node: Node) -> tuple[int, int]:
         """Of documents with two blocks each: b is on the disk, d in host memory."""
         return {"b": (0, 2), "d": (2, 0)}.get(str(node.key), (0, 0))
-
-    def test_guards_restrict_it(self) -> None:
-        tree = tree_of("ba", "d")
-        node = improved(priced(self.price(0.1, 0.1), self.loads), tree, "abd", lambda ranks: ranks[0] != 1)
-        assert node.key == "d"
 
     def test_the_budget_bounds_it(self) -> None:
         tree = tree_of("ba", "d")

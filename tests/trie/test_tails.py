@@ -143,13 +143,6 @@ class TestFrequency(TailContract):
 class WithQueue(TailContract):
     """What the tails that look at the waiting requests do while there are some."""
 
-    def test_documents_wanted_by_all_waiting_requests_come_first(self) -> None:
-        assert arrange(type(self).make(), "abcde", ["dbx", "bdy", "bd"]) == "bdace"
-
-    def test_who_cannot_share_what_was_just_placed_is_no_longer_asked(self) -> None:
-        """`a` is wanted by three of five; of these two want `b` as well. That the others want `c` does not help."""
-        assert arrange(type(self).make(), "cba", ["ab", "ab", "a", "c", "c"]) == "abc"
-
     def test_documents_not_waited_for_come_last_in_the_order_of_the_fallback(self) -> None:
         assert arrange(type(self).make(), "abcd", ["d"]) == "dabc"
 
