@@ -140,14 +140,6 @@ class TestFaults:
 
 
 class TestSlots:
-    def test_more_slots_are_filled_at_once_and_fewer_let_go_of_the_furthest(self, make: Make) -> None:
-        ring = make(Source(), 2, 6)
-        ring.grow(LayerBuffer(8, CPU))
-        assert (len(ring), ring.ahead) == (3, [0, 1, 2])
-        ring.shrink(1)
-        assert (len(ring), ring.ahead) == (1, [0])
-        assert [use(ring, layer) for layer in range(6)] == list(range(6))
-
     def test_a_slot_that_is_being_filled_is_let_go_of_afterwards(self, make: Make) -> None:
         source = Source(held=True)
         ring = make(source, 3, 6)

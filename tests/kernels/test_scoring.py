@@ -180,43 +180,6 @@ class TestQuestionMoved:
         found = moved.attention(one_layer.pool, one_layer.blocks)
         torch.testing.assert_close(found, received(one_layer.eager(asked, END), END), **CLOSE)
 
-    @pytest.mark.parametrize("name", ["llama", "llama-yarn", "qwen2"])
-    def test_they_are_rotated_as_the_model_does(self, name: str) -> None:
-        for engine in made(name):
-            system, asked = tokens(SYSTEM, 1), tokens(11, 2)
-            engine.compute(system)
-            engine.reuse()
-            moved = engine.question(asked, SYSTEM).moved(END, Rotation.of(engine.plain))
-            expected = self.by_projections(engine, system, asked)
-            torch.testing.assert_close(moved.attention(engine.pool, engine.blocks), expected, **CLOSE)
-
-    @staticmethod
-    def by_projections(engine: Engine, system: list[int], asked: list[int]) -> Tensor:
-        """From the last layer's projections of a question after its system prompt, rotated by transformers to END."""
-        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-        model, projected = engine.plain.model, {}
-        attention = model.layers[-1].self_attn
-
-        def keep(name: str) -> Any:
-            return lambda module, inputs, output: projected.update({name: output})
-
-        for name in ("q_proj", "k_proj"):
-            getattr(attention, name).register_forward_hook(keep(name))
-        with torch.no_grad():
-            engine.plain(torch.tensor([system + asked]))
-        query, key = (
-            projected[name][0, len(system) :].unflatten(-1, (-1, attention.head_dim)).transpose(0, 1)[None]
-            for name in ("q_proj", "k_proj")
-        )
-        positions = torch.arange(END, END + len(asked))
-        query, key = apply_rotary_pos_emb(query, key, *model.rotary_emb(query, positions[None]))
-        keys = torch.cat([engine.pool.kv[engine.rows(0, END)][:, -1, 0].transpose(0, 1), key[0]], 1)
-        keys = keys.repeat_interleave(len(query[0]) // len(keys), 0)
-        scores = query[0] @ keys.transpose(1, 2) * attention.scaling
-        hidden = torch.arange(keys.shape[1]) > positions[:, None]
-        return scores.masked_fill(hidden, float("-inf")).softmax(-1)[:, :, :END].sum(1).mean(0)
-
 
 class TestDeviation:
     @pytest.mark.parametrize("most_tokens", [7, 30, 1000])

@@ -63,15 +63,6 @@ class TestCohorts:
         assert not cohorts.masks
         assert not len(cohorts)
 
-    def test_a_copy_is_independent(self) -> None:
-        cohorts = Cohorts(4)
-        cohorts.add("ab")
-        copy = cohorts.copy()
-        for _ in range(4):
-            copy.add("c")
-        assert set(cohorts.masks) == {"a", "b"}
-        assert set(copy.masks) == {"c"}
-
 
 def along(uses: ExpectedUses, keys: Sequence[str]) -> list[float]:
     """The expected requests with the first document, the first two, …"""
