@@ -221,17 +221,6 @@ class TestALease:
         assert [each.copy.node.start for each in lease.borrowed] == [5]
         cache.release(lease)
 
-    def test_keeps_what_it_borrows_until_it_is_given_back(self, cache: KnowledgeCache) -> None:
-        lease = cache.acquire(path_of(D, A), borrow=True)
-        assert lease.cached_tokens == 5
-        [borrowed] = lease.borrowed
-        compute(cache, path_of([99] * 230))
-        assert borrowed.copy.resident
-        cache.extend(lease, 20)
-        cache.give_back(lease)
-        assert borrowed.copy.entry is not None and not borrowed.copy.entry.pins
-        cache.release(lease)
-
     @pytest.mark.parametrize(("fails", "starts"), [(False, [11]), (True, [])])
     def test_waits_for_the_step_that_computes_it_and_forgets_it_if_that_fails(
         self, cache: KnowledgeCache, fails: bool, starts: list[int]
@@ -245,16 +234,6 @@ class TestALease:
         assert second.ready and [each.start for each in second.borrowed] == starts
         cache.release(first)
         cache.release(second)
-
-    def test_is_ended_whatever_it_has_borrowed(self, cache: KnowledgeCache) -> None:
-        for end in (cache.release, cache.discard):
-            end(cache.acquire(path_of(D, A, C), borrow=True))
-        lease = cache.acquire(path_of(D, A), borrow=True)
-        cache.clear()
-        cache.extend(lease, 20)
-        assert lease.borrowed == []
-        cache.release(lease)
-        assert cache.pool.used_blocks == 0
 
     @pytest.mark.parametrize(("documents", "start"), [((D, A, A), 11), ((A, A), 11)], ids=["after", "first"])
     def test_the_same_document_twice_is_loaded_from_the_disk_once(

@@ -46,23 +46,6 @@ def copying(blocks: int, in_host: Sequence[int]) -> LayeredPool:
 
 
 class TestPool:
-    @pytest.mark.parametrize("in_host", [(), (2,), (0, 1, 3, 4), (0, 1, 2, 3, 4)])
-    def test_moves_and_grows_with_what_it_holds(self, in_host: Sequence[int]) -> None:
-        pool = copying(7, in_host)
-        numbers = numbered(pool, 1)
-        used = pool.allocate(5)
-        for layer in (*in_host, 4, 3):
-            pool.move(layer, to_host=layer not in pool.in_host)
-            assert torch.equal(pool.read(used), numbers[used])
-        moves = pool.resize(5)
-        assert torch.equal(pool.read([moves.get(block, block) for block in used]), numbers[used])
-        pool.resize(40)
-        assert torch.equal(pool.read([moves.get(block, block) for block in used]), numbers[used])
-        pool.copy(0, 30)
-        assert torch.equal(pool.read([30]), pool.read([0]))
-        pool.clear()
-        assert not pool.kv.any()
-
     @pytest.mark.parametrize("in_host", [(2,), (0, 1, 3, 4), (0, 1, 2, 3, 4)])
     def test_a_step_has_its_blocks_and_gives_back_those_that_it_wrote(self, in_host: Sequence[int]) -> None:
         pool = copying(9, in_host)

@@ -103,13 +103,6 @@ class TestAPool:
         pool.release([3, 4, 5])
         assert pool.allocate(3) == [3, 4, 5]
 
-    def test_a_block_is_copied_within_the_pool(self) -> None:
-        pool = filled(3)
-        before = pool.kv.clone()
-        pool.copy(2, 0)
-        assert torch.equal(pool.kv[0], before[2])
-        assert torch.equal(pool.kv[1:], before[1:])
-
     def test_a_pool_that_does_not_fit_is_refused(self) -> None:
         with pytest.raises(MemoryError, match="give the pool fewer"):
             BlockPool(SHAPE, 1 << 50)
@@ -330,17 +323,6 @@ class TestResize:
             assert torch.equal(pool.kv[there], contents[block])
             assert pool.references(there) == 1 + (block in twice)
         assert sorted([*pool.allocate(pool.free_blocks), *now.values()]) == list(range(blocks))
-
-    def test_views_are_those_of_the_new_memory(self) -> None:
-        pool = filled(4)
-        old = pool.views
-        pool.allocate(2)
-        pool.resize(9)
-        assert pool.views is not old
-        assert [len(cache) for cache in pool.views.key_caches] == [9] * SHAPE.layers
-        pool.kv[1, 2, 0, 3] = 7
-        assert (pool.views.key_caches[2][1, 3] == 7).all()
-        assert (pool.views.key_rows[2][1 * 2 * SHAPE.layers * SHAPE.block_size + 3] == 7).all()
 
     def test_without_memory_nothing_changes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pool = filled(4)

@@ -19,7 +19,6 @@ from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.running.specs import Bench
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
-REFERENCE = SHARED / "prototypes" / "workloads_and_apc.py"
 SEEDS = (0, 1)
 
 FULL, SMALL = Capacity(tokens=100_000), Capacity(percent=5)
