@@ -88,14 +88,6 @@ class TestOrder:
         ring.give_back(slot)
         assert ring.ahead == [1]
 
-    def test_a_layer_out_of_turn_drops_what_is_ahead_of_it(self, make: Make) -> None:
-        """A forward that ended in layer 1, and the next one from layer 0; and one that skips."""
-        ring = make(Source(), 3, 6)
-        use(ring, 0)
-        use(ring, 1)
-        assert [use(ring, layer) for layer in (0, 1, 2)] == [0, 1, 2]
-        assert [use(ring, layer) for layer in (4, 5, 0)] == [4, 5, 0]
-
     def test_a_layer_out_of_turn_waits_for_the_only_buffer(self, make: Make) -> None:
         source = Source(held=True)
         ring = make(source, 1, 4)
