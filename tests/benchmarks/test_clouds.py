@@ -1,4 +1,4 @@
-"""Simulated clouds, which are strict about their rules, and what prompts cost there."""
+"""Simulated clouds, which are strict about their rules, and what prompts and conversations cost there."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 from support.rings import grid
 
-from ragorder.benchmarks.chats.clouds.experiment import Clouds, serve
-from ragorder.benchmarks.chats.clouds.policies import POLICIES, CloudsCell
+from ragorder.benchmarks.chats.clouds.experiment import Clouds, serve, serve_conversations, talks
+from ragorder.benchmarks.chats.clouds.policies import CHATS, POLICIES, CloudsCell
 from ragorder.benchmarks.common.clouds import CloudAnswer, CloudError, SimulatedCloud
 from ragorder.clouds import CacheRules, PromptParts, anthropic_content, cache_rules
 from ragorder.eval.data.workloads import make_workload
-from ragorder.eval.running.cells import SuiteError
-from ragorder.eval.running.suite import load_suites
 
 ANTHROPIC = cache_rules("anthropic", "claude-opus-5")
 OPENAI = cache_rules("openai", "gpt-5.6")
@@ -152,18 +150,6 @@ class TestMarks:
         usage = {"cacheReadInputTokens": 1800, "cacheWriteInputTokens": 0, "inputTokens": 60}
         assert cloud.usage(ask(cloud, body, 1.0)) == usage
 
-    @pytest.mark.parametrize(
-        "body",
-        [
-            {"messages": []},
-            {"messages": [{"content": [{"text": " "}]}]},
-            {"system": [{"cachePoint": {"type": "default"}}], "messages": [{"content": "?"}]},
-        ],
-    )
-    def test_bodies_that_cannot_be_are_refused(self, body: dict[str, Any]) -> None:
-        with pytest.raises(CloudError):
-            SimulatedCloud(ANTHROPIC).begin(body, 0.0)
-
 
 def _content(body: dict[str, Any]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = body["messages"][-1]["content"]
@@ -182,9 +168,18 @@ def cell(**fields: Any) -> CloudsCell:
 
 def run(workload: str, policy: str, rules: CacheRules, requests: int, seed: int = 0, **fields: Any) -> Any:
     rankings = make_workload(workload, seed, requests=requests).rankings[:requests]
-    rows = serve(rankings, cell(**fields), rules, policy, seed)
-    key = {"suite": "mine", "policy": policy, "engine": {"name": "simulated cloud"}, "cell": {"workload": workload}}
-    return Clouds.record(**key, rows=rows, facts={"write": rules.write, "read": rules.read})
+    return record(serve(rankings, cell(**fields), rules, policy, seed), policy, rules, workload=workload)
+
+
+def talk(policy: str, rules: CacheRules, requests: int = 300, seed: int = 0, **fields: Any) -> Any:
+    chats = cell(workload="conversations", **fields)
+    turns = talks(requests // chats.turns, chats.turns, seed)
+    return record(serve_conversations(turns, chats, rules, policy, seed), policy, rules, **chats.fields)
+
+
+def record(rows: Any, policy: str, rules: CacheRules, **fields: Any) -> Any:
+    facts = {"write": rules.write, "read": rules.read}
+    return Clouds.record(suite="mine", policy=policy, cell=fields, rows=rows, facts=facts)
 
 
 class TestCosts:
@@ -214,18 +209,43 @@ class TestCosts:
         found = run(workload, "ragorder", rules, 1000, seed, system_tokens=60, gap_s=40.0)
         assert found.cost <= 1.03 and found.worst <= 1.03
 
-    def test_below_the_minimum_nothing_changes(self) -> None:
-        found = run("mix8", "ragorder", cache_rules("anthropic", "claude-haiku-4-5"), 200)
-        assert found.cost == 1.0
-
     def test_every_policy_serves_the_same_prompts(self) -> None:
         found = [run("mix8", policy, ANTHROPIC, 50).rows["prompt_tokens"] for policy in POLICIES]
         assert all(each == found[0] for each in found)
         assert found[0] == [600 + 5 * 600 + 60] * 50
 
 
-class TestSuite:
-    def test_an_unknown_model_is_refused(self) -> None:
-        suite = load_suites()["clouds"]
-        with pytest.raises(SuiteError, match="claude-opus-9"):
-            suite.with_parameters(["model=claude-opus-9"])
+class TestConversations:
+    def test_a_turn_finds_five_of_its_topics_eight_documents(self) -> None:
+        for turns in talks(30, 4, 0):
+            assert all(len(set(ranking)) == 5 for ranking in turns)
+            assert len({number // 8 for ranking in turns for number in ranking}) == 1
+        assert talks(30, 4, 0) == talks(30, 4, 0) != talks(30, 4, 1)
+
+    @pytest.mark.parametrize("rules", [ANTHROPIC, OPENAI])
+    def test_turns_with_marks_where_they_are_expected_to_be_read_cost_least(self, rules: CacheRules) -> None:
+        appended = talk("automatic", rules)
+        bills = {policy: talk(policy, rules).cost_of(appended) for policy in CHATS}
+        assert min(bills, key=bills.__getitem__) == "ragorder"
+        # A history is read each turn; without marks after it, nothing but the system prompt is.
+        assert bills["automatic"] < 0.7 < bills["system prompt"]
+
+    @pytest.mark.parametrize("rules", [ANTHROPIC, OPENAI])
+    def test_what_is_predicted_is_found(self, rules: CacheRules) -> None:
+        found = talk("ragorder", rules)
+        assert found.exact is not None and found.exact >= 0.99
+
+    @pytest.mark.parametrize("seed", grid([0, 1, 2], 1))
+    @pytest.mark.parametrize(
+        "fields", [{"pause_s": 1200.0}, {"turns": 1, "gap_s": 30.0}, {"turns": 2, "pause_s": 250.0}]
+    )
+    @pytest.mark.parametrize("ttl", ["5m", "1h"])
+    def test_never_more_than_three_points_above_no_cache(self, ttl: str, fields: dict[str, Any], seed: int) -> None:
+        found = talk("ragorder", cache_rules("anthropic", "claude-opus-5", ttl), 1200, seed, **fields)
+        assert found.cost <= 1.03 and found.worst <= 1.03
+
+    def test_every_policy_answers_the_same_turns(self) -> None:
+        assert {len(talk(policy, ANTHROPIC, 60).rows["prompt_tokens"]) for policy in CHATS} == {60}
+        appended = [talk(policy, ANTHROPIC, 60).rows["prompt_tokens"] for policy in CHATS if policy != "ragorder"]
+        assert all(each == appended[0] for each in appended)
+        assert sum(talk("ragorder", ANTHROPIC, 60).rows["prompt_tokens"]) < 0.8 * sum(appended[0])

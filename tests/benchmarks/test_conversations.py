@@ -1,16 +1,14 @@
-"""Conversations through the proxy, on a simulated server that is vLLM's block pool to the block."""
+"""Conversations through the proxy and turn by turn, on a simulated server that is vLLM's block pool to the block, and
+on a real one."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.results import result_lines
-from support.suites import page_of, run_suites
 
 pytest.importorskip("starlette")
 pytest.importorskip("bm25s")
@@ -18,6 +16,7 @@ pytest.importorskip("bm25s")
 from ragorder.benchmarks.chats.conversations import LAYOUTS, make_proxy, send_conversations
 from ragorder.benchmarks.chats.servers import SimulatedServer
 from ragorder.benchmarks.chats.talks import ChatTurn, conversations
+from ragorder.benchmarks.chats.turns import CHATS, send_turns
 
 
 @dataclass
@@ -82,36 +81,46 @@ def test_parts_tags_and_numbers_by_place_have_cached_what_a_text_with_names_has(
     assert abs(ranks - retrieval) < 0.01
 
 
-def test_the_suite_shows_both_shares_and_what_was_predicted(tmp_path: Path) -> None:
-    for served in (4, 0):
-        asked = ("conversations", "--reduced", "--seeds", 1)
-        assert f"{served} runs served" in run_suites(tmp_path, *asked, layout="each turn,one turn")
-    page = page_of(tmp_path)
-    assert "| one turn | 11,227 | 39.9 | 39.3 |" in page
-    assert "ragorder" in page and "retrieval order" in page
+def columns(rows: dict[str, Any], name: str, turn: int) -> list[int]:
+    return [figure for figure, number in zip(rows[name], rows["turn"], strict=True) if number == turn]
 
 
-def test_a_tokenizer_needs_a_model(tmp_path: Path) -> None:
-    assert "0 runs served" in run_suites(tmp_path, "conversations", "--seeds", 0, "--limit", 3, tokenizer="yes")
-    [missing, *_] = result_lines(tmp_path, "unavailable")
-    assert "the simulated server has no tokenizer: use --engine openai" in missing["reason"]
+@pytest.fixture(scope="module")
+def served() -> dict[str, dict[str, Any]]:
+    server, made = SimulatedServer(1023), conversations(16, 4)
+    return {name: asyncio.run(send_turns(server, made, kind, None, 24, 8)) for name, kind in CHATS.items()}
 
 
-def test_with_engine_openai_a_server_with_a_model_is_started(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("turn", range(4))
+def test_each_turn_computes_less_than_where_all_is_appended_or_in_the_system_message(
+    served: dict[str, dict[str, Any]], turn: int
 ) -> None:
-    """What a real server counts is measured with one (docs/proxy.md)."""
-    started: list[tuple[Path, int]] = []
+    computed = {
+        name: sum(columns(rows, "prompt_tokens", turn)) - sum(columns(rows, "cached_tokens", turn))
+        for name, rows in served.items()
+    }
+    assert computed["turns"] < computed["append"]
+    assert computed["turns"] < computed["system"]
 
-    @contextmanager
-    def start(model: Path, *, blocks: int, max_model_len: int) -> Iterator[SimulatedServer]:
-        started.append((model, max_model_len))
-        yield SimulatedServer(blocks)
 
-    monkeypatch.setattr("ragorder.benchmarks.chats.servers.VLLMServer", start)
-    options = ("--engine", "openai", "--model", model_folder, "--seeds", 0, "--limit", 3)
-    run_suites(tmp_path, "conversations", *options, turns=1, layout="one turn", tokenizer="yes")
-    assert started == [(model_folder, 8192)]
-    lines = result_lines(tmp_path, "conversations")
-    assert [line["policy"] for line in lines] == ["retrieval", "ragorder"]
-    assert [len(line["rows"]["cached_tokens"]) for line in lines] == [3, 3]
+def test_documents_that_stand_there_are_named(served: dict[str, dict[str, Any]]) -> None:
+    rows = served["turns"]
+    assert columns(rows, "repeated", 0) == [0] * 16
+    assert sum(columns(rows, "repeated", 3)) > 16
+    assert sum(columns(rows, "prompt_tokens", 3)) < 0.8 * sum(columns(served["append"], "prompt_tokens", 3))
+
+
+def test_a_real_servers_cached_tokens_are_predicted_to_the_block(vllm_server: Any, vllm_model: Path) -> None:
+    """128 blocks of 32 tokens: conversations of small documents, two at a time."""
+    from ragorder.eval.engines.models import load_tokenizer
+
+    made = [
+        [ChatTurn(turn.question, [(id, text[:60]) for id, text in turn.documents[:3]]) for turn in turns]
+        for turns in conversations(4, 3, seed=1)
+    ]
+    tokenizer = load_tokenizer(str(vllm_model))
+    rows = asyncio.run(send_turns(vllm_server, made, CHATS["turns"], tokenizer, 8, 2))
+    pairs = list(zip(rows["predicted_tokens"], rows["cached_tokens"], strict=True))
+    assert len(pairs) == 12
+    assert [pair for pair in pairs if abs(pair[0] - pair[1]) > 32] == []
+    assert all(columns(rows, "cached_tokens", 2))

@@ -24,12 +24,6 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(folder, TEXTS, questions, [[number] for number in range(12)])
 
 
-def test_without_a_model_the_run_says_what_to_give(corpora: Path, tmp_path: Path) -> None:
-    run_suites(tmp_path, "doll-questions", "--reduced", "--corpora", corpora, "--seeds", "0", corpus="towers")
-    reasons = [each["reason"] for each in result_lines(tmp_path, "unavailable")]
-    assert len(reasons) == 3 and all("give --engine torch --model smollm2" in reason for reason in reasons)
-
-
 @pytest.mark.slow
 def test_the_command_and_transformers_give_the_same_answers_to_all_questions(
     corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

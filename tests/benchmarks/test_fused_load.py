@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from support.suites import page_of, run_suites
 
 pytest.importorskip("torch")
 
@@ -47,10 +45,3 @@ class TestCounts:
     def test_are_those_of_answers_that_all_run_one_after_the_other(self, model: TorchModel) -> None:
         facts = served(model, EXACT, device_tokens=1_024, waiting=3, output_tokens=5)
         assert (facts["most"], facts["steps"]) == (1, 15)
-
-
-def test_suite_runs_and_reports(tmp_path: Path) -> None:
-    run_suites(tmp_path, "fused-load", "--reduced", "--seeds", 0)
-    lines = [line for line in page_of(tmp_path).splitlines() if line.startswith(("| 512 |", "| 1,024 |"))]
-    rows = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in lines]
-    assert rows == [(pool, way) for pool in ("512", "1,024") for way in WAYS]

@@ -8,14 +8,11 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.suites import run_suites, write_corpus
 
 pytest.importorskip("scipy")
 
 from ragorder import Orderer
 from ragorder.benchmarks.fusion.fused_orders import (
-    ORDERS,
-    FusedOrders,
     FusedOrdersCell,
     FusedPrefill,
     SimulatedFusion,
@@ -25,9 +22,6 @@ from ragorder.benchmarks.ragcache.replacement.streams import DocumentStream, str
 from ragorder.benchmarks.ragcache.replacement.tiers import QUESTION_TOKENS
 from ragorder.eval.data.trace import trace_of_workload
 from ragorder.eval.data.workloads import make_workload
-from ragorder.eval.report.declared import tables_of
-from ragorder.eval.running.reading import read_results
-from ragorder.eval.running.suite import load_suites
 
 TOKENS = [10 * number for number in range(1, 9)]
 
@@ -37,21 +31,6 @@ def engine(device_tokens: int | None = None, *, copied: bool = False) -> Simulat
 
 
 class TestTheSimulatedEngine:
-    def test_reuses_what_it_has_and_computes_what_stands_before_it_exactly(self) -> None:
-        sim = engine()
-        assert sim.serve([0, 1], 0, 4) == FusedPrefill(0, 0, 30 + 4)
-        # 2 is computed in place, after 0; 1 is reused.
-        assert sim.serve([0, 2, 1], 0, 4) == FusedPrefill(10, 20, 30 + 10 + 4)
-        assert sim.serve([0, 2, 1], 0, 4) == FusedPrefill(40, 20, 10 + 4)
-
-    def test_computes_documents_among_copies_by_themselves(self) -> None:
-        sim = engine()
-        sim.serve([0], 0, 0)
-        sim.serve([1], 0, 0)
-        # 3 is computed alone, and copied: half of it is computed once more.
-        assert sim.serve([0, 1, 3], 0, 0) == FusedPrefill(10, 20, 40 + 30)
-        assert sim.serve([3, 0], 0, 0) == FusedPrefill(40, 10, 5)
-
     def test_that_does_not_fuse_is_a_prefix_cache(self) -> None:
         sim = SimulatedFusion(TOKENS, None, recompute=0.5, copied=False, fuses=False)
         assert sim.serve([0, 1], 0, 4) == FusedPrefill(0, 0, 30 + 4)
@@ -157,23 +136,3 @@ class TestOrders:
             fused = sum(stream.tokens[ordering.documents[place]] for place in ordering.fused)
             assert found.fused == fused
             ordering.confirm(found.exact)
-
-
-@pytest.fixture(scope="module")
-def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Corpus "few": 300 requests for three of six documents."""
-    folder = tmp_path_factory.mktemp("corpora") / "few"
-    random = Random(0)
-    texts = [f"{number} words " * (20 + number) for number in range(6)]
-    return write_corpus(folder, texts, [{"question": "what?"}] * 300, [random.sample(range(6), 3) for _ in range(300)])
-
-
-class TestTheSuite:
-    def test_is_run_and_told(self, corpora: Path, tmp_path: Path) -> None:
-        run_suites(tmp_path, "fusion-orders", "--corpora", corpora, "--limit", 250, corpus="few", top_k=3)
-        results = read_results(tmp_path)
-        found = results.of(FusedOrders.record, "fusion-orders")
-        assert {record.policy for record in found} == set(ORDERS)
-        assert all(len(record.rows["seconds"]) == 250 for record in found)
-        tables = tables_of(FusedOrders, load_suites()["fusion-orders"], results)
-        assert [table.title.split()[0] for table in tables] == ["All", "Documents"]

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.suites import run_suites
 
 pytest.importorskip("scipy")
 
-from ragorder.benchmarks.fusion.fused_storage import POLICIES, FusedStorage, StorageCell, draw, measure
-from ragorder.eval.report.declared import tables_of
-from ragorder.eval.running.reading import read_results
-from ragorder.eval.running.suite import load_suites
+from ragorder.benchmarks.fusion.fused_storage import POLICIES, StorageCell, draw, measure
 
 CELL = StorageCell(documents=5, document_tokens=20, known=100, uploads=50)
 
@@ -56,14 +51,3 @@ def test_what_is_evicted_is_computed_again() -> None:
     rows = measured("alternative path", device_tokens=1_000)
     assert sum(rows["again"]) > 0
     assert max(rows["held"]) <= 1_000
-
-
-def test_the_suite_is_run_and_told(tmp_path: Path) -> None:
-    run_suites(tmp_path, "fusion-storage", "--reduced", "--seeds", "0,1")
-    results = read_results(tmp_path)
-    assert len(results.of(FusedStorage.record, "fusion-storage")) == 2 * 2 * len(POLICIES)
-    [table] = tables_of(FusedStorage, load_suites()["fusion-storage"], results)
-    rows = [[entry.text for entry in row] for row in table.rows]
-    assert [row[1] for row in rows] == 2 * list(POLICIES)
-    assert [row[5] for row in rows[:3]] == ["", "100.0", "100.0"]
-    assert "of 100 that were computed before" in table.note

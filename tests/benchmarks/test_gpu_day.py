@@ -50,21 +50,6 @@ def test_a_small_day_measures_its_parts_and_a_second_call_finds_nothing_to_do(
     assert run_command(day.main, *options).output == ""
 
 
-def test_a_call_without_time_measures_nothing_and_leaves_the_parts_their_time(tmp_path: Path) -> None:
-    assert run_command(day.main, "-o", tmp_path, "--small", "--call-minutes", 0).output == ""
-    (tmp_path / "gpu-day.json").write_text(json.dumps(dict.fromkeys(day.PARTS, 60 * day.MINUTES)))
-    assert run_command(day.main, "-o", tmp_path, "--small").output == ""
-
-
-def test_without_vllm_the_day_goes_on_with_its_other_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(pieces, "check", lambda timeout_s: 1)
-    monkeypatch.setattr(day, "PARTS", {name: day.PARTS[name] for name in ("vllm-load", "vllm-nqopen", "kernel-64")})
-    done = run_command(day.main, "-o", tmp_path / "day", "--small")
-    left_out = "left out, vLLM does not load here"
-    assert done.output.splitlines() == [f"vllm-load: {left_out}", f"vllm-nqopen: {left_out}", "kernel-64: whole"]
-
-
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(1800)
@@ -119,14 +104,6 @@ class TestPieces:
         assert (site / "vllm" / "_C_stable_libtorch.abi3.so").read_bytes() == code
         assert (site / "other.py").read_text() == "x = 1"
         assert f"1 of {len(sizes)} pieces are here, missing: 01" in capsys.readouterr().out
-
-    def test_a_damaged_one_is_refused(self, tmp_path: Path) -> None:
-        write_wheel(tmp_path / "wheels" / "other-1-py3-none-any.whl", {"other.py": b"x = 1"})
-        pieces.cut(tmp_path / "wheels", tmp_path / "cut")
-        piece = tmp_path / "cut" / "00" / "piece"
-        piece.write_bytes(piece.read_bytes()[:-1] + b"?")
-        with pytest.raises(ValueError, match="00 is damaged: send it again"):
-            pieces.join(tmp_path / "cut", tmp_path / "there")
 
 
 def write_wheel(path: Path, files: Mapping[str, bytes]) -> None:

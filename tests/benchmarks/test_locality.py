@@ -1,7 +1,8 @@
-"""Successive searches: when the second is final, and what the first says about it."""
+"""Measurements of searches: when they are final, what an earlier one says about them, and what their pieces cost."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ np = pytest.importorskip("numpy")
 from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.benchmarks.hedra import locality
 from ragorder.benchmarks.hedra.locality import Locality
+from ragorder.benchmarks.hedra.search_costs import SearchCosts, explained, scans
+from ragorder.benchmarks.hedra.staging import final_shares
+from ragorder.pipelining import Stage
 
 D = 16
 
@@ -106,3 +110,40 @@ def test_work_in_the_clusters_used_most_grows_to_all_of_it(index: Any, pairs: An
 def test_a_partial_text_has_the_first_words_of_its_passage() -> None:
     assert locality.partial_texts(["who?"], ["a b c d"], 0.5) == ["who? a b"]
     assert locality.partial_texts(["who?"], ["a b c d"], 0.01) == ["who? a"]
+
+
+class Scripted:
+    """A staged search whose stages are given."""
+
+    def __init__(self, *stages: list[list[int]]) -> None:
+        self.stages = stages
+
+    def search(self, queries: Any, k: int) -> Iterator[Stage]:
+        for number, ids in enumerate(self.stages, 1):
+            yield Stage(number, len(self.stages), np.array(ids), np.zeros((len(ids), k), np.float32))
+
+
+class TestAStageIsFinal:
+    def test_for_the_questions_whose_best_no_longer_change(self) -> None:
+        staged = Scripted([[1, 2], [3, 4], [5, 6]], [[1, 9], [3, 4], [7, 6]], [[1, 2], [3, 4], [5, 6]])
+        found = final_shares(staged, np.zeros((3, 1), np.float32), depths=(1, 2))
+        assert found == {1: [2 / 3, 2 / 3, 1], 2: [1 / 3, 1 / 3, 1]}
+
+    def test_once_their_order_no_longer_changes(self) -> None:
+        staged = Scripted([[1, 2]], [[2, 1]])
+        assert final_shares(staged, np.zeros((1, 1), np.float32), depths=(2,)) == {2: [0, 1]}
+
+
+class TestCosts:
+    def test_calls_scan_one_cluster_up_to_a_quarter_and_are_predicted_from_those_before(self, index: Any) -> None:
+        rows = scans(index, clustered(5, D, clusters=40, seed=1), 40)
+        assert {len(column) for column in rows.values()} == {40}
+        assert min(rows["codes"]) >= 0 and max(rows["codes"]) <= index.ntotal
+        # Before the first call only a guess is known.
+        assert rows["predicted_ms"][0] == pytest.approx(0.05 + 1e-4 * rows["codes"][0])
+        assert min(rows["ms"]) > 0
+
+    def test_what_is_explained_is_of_the_later_half(self) -> None:
+        for predicted_ms, share in (([0, 0, 0, 2, 3, 4], 1.0), ([0, 0, 0, 3, 3, 3], 0.0)):
+            rows = {"ms": [9, 9, 1, 2, 3, 4], "predicted_ms": predicted_ms}
+            assert explained(SearchCosts.record(suite="mine", policy="scans", rows=rows)) == share

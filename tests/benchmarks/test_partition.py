@@ -12,9 +12,7 @@ faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 pytest.importorskip("scipy")
 
-from support.suites import page_of, run_suites
 
-from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.benchmarks.common.virtual.costs import ScanCosts
 from ragorder.benchmarks.hedra.partition import engines, experiment
 from ragorder.benchmarks.hedra.partition.experiment import PartitionCell
@@ -64,42 +62,8 @@ class TestPlaying:
         assert end_s >= sum(nprobes) * 10 * COSTS.code_s / cores
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "batches", "batches by clusters"])
-def test_on_faiss_every_search_ends(policy: str) -> None:
-    index, queries = build_index(clustered(1000, 8, clusters=20, seed=0), 0.25), clustered(12, 8, clusters=20, seed=1)
-    clock, nprobes = engines.RealClock(), [3, 9] * 6
-    if policy.startswith("batches"):
-        system: engines.System = engines.RealBatches(index, queries, nprobes, 2, by_clusters="by" in policy)
-        latencies = engines.play(system, [0.0] * 12, clock)
-    else:
-        with engines.pieces_of(index, policy, 2) as search:
-            latencies = engines.play(engines.RealPieces(search, queries, nprobes), [0.0] * 12, clock)
-            assert search.in_flight == 0
-    assert len(latencies) == 12
-    assert min(latencies) > 0
-    assert index.parallel_mode == 0
-
-
-def test_the_suite_runs_in_real_and_virtual_time(tmp_path: Path) -> None:
-    cell = {"vectors": 1000, "dimensions": 8, "cores": 1, "load": 0.5, "mixed": "yes"}
-    run_suites(tmp_path, "hedra-partition", "--seeds", 0, "--limit", 12, **cell)
-    shown = page_of(tmp_path)
-    assert "how many times as fast as batches: 1 core, real clock, mixed nprobe" in shown
-    assert "1 core, virtual clock, mixed nprobe" in shown
-    assert "of CPU time beside its scan, with 100 searches in flight" in shown
-
-
 def test_the_papers_index_has_38_million_vectors() -> None:
     assert engines.paper_sizes().sum() == pytest.approx(38_000_000, rel=1e-3)
-
-
-def test_costs_are_measured_on_the_index() -> None:
-    index, queries = build_index(clustered(2000, 8, clusters=40, seed=0), 0.25), clustered(20, 8, clusters=40, seed=1)
-    index.nprobe = 20
-    costs: Any = engines.measure_costs(index, queries)
-    assert min(costs.code_s, costs.piece_s, costs.hand_s) > 0
-    assert engines.piece_cpu_seconds(index, queries) > 0
-    assert engines.search_seconds(index, queries, [3, 9]) > 0
 
 
 @pytest.mark.parametrize("clock", ["real", "virtual"])

@@ -12,14 +12,14 @@ import pytest
 from support.commands import run_command
 from support.inside import measured_client_of
 from support.results import result_lines
-from support.suites import assert_refused, suite_of, write_corpus
+from support.retrieved import WORDS, documents, requests, shown
+from support.suites import assert_refused, write_corpus
 
 pytest.importorskip("numpy")
 
 from ragorder import Document, PromptBuilder
 from ragorder.adapters.openai.pipelined import PromptRequest
 from ragorder.benchmarks.common.counted import CountedServer, long_builder
-from ragorder.benchmarks.common.vectors import embed
 from ragorder.benchmarks.common.virtual.loop import run_virtual
 from ragorder.benchmarks.ragcache.pipelined.measuring import (
     ALONE,
@@ -32,37 +32,18 @@ from ragorder.benchmarks.ragcache.pipelined.measuring import (
     saturated_rate,
 )
 from ragorder.eval.cli.eval import eval as eval_command
-from ragorder.eval.data.trace import TraceRequest
-from ragorder.eval.report import make_report, read_results, render_markdown
-from ragorder.eval.running.suite import choose_suites, load_suites
+from ragorder.eval.report import make_report, read_results
+from ragorder.eval.running.suite import load_suites
 from ragorder.eval.suites.pipelining.search import played
 from ragorder.eval.suites.pipelining.server import ask, find_server
-from ragorder.pipelining import Provisional, Retrieval
+from ragorder.pipelining import Provisional
 
 JSON = dict[str, Any]
 BLOCK = 32
-WORDS = [f"{name} {verb}" for name in ("cats", "banks", "parsers", "rivers") for verb in ("sleep", "rise", "read")]
-
-
-def documents(count: int = 24) -> list[Document]:
-    return [Document(f"d{each}", f"{WORDS[each % len(WORDS)]} number {each}. " * 8) for each in range(count)]
-
-
-def requests(count: int, top_k: int = 3) -> list[TraceRequest]:
-    """Neighbours share documents."""
-    known = documents()
-    return [
-        TraceRequest(f"What of number {number}?", [known[(number // 2 + each) % len(known)] for each in range(top_k)])
-        for number in range(count)
-    ]
 
 
 def silent() -> None:
     pass
-
-
-async def shown(retrieval: Retrieval[Any, Document], number: int = 0) -> list[Provisional[Document]]:
-    return [stage async for stage in retrieval(ask(number, "q", "salt"))]
 
 
 class TestASearchOfAnIndex:
@@ -328,13 +309,6 @@ speculative_ms = 69.7
 
 
 class TestSuites:
-    def test_of_the_papers_tables_can_be_run(self) -> None:
-        for name, cells, short in (("table-5", 6, 6), ("table-6", 6, 6), ("ragcache-figure-22", 18, 10)):
-            (found,) = choose_suites([name])
-            assert (found.kind, found.baseline) == ("pipelining", "none")
-            assert (len(found.points), len(found.short_form.points)) == (cells, short)
-        assert load_suites()["table-6"].policies == ("none", "warmup")
-
     def test_of_table_3_bring_both_data_sets(self) -> None:
         rows = load_suites()["ragcache-figure-22"].paper
         ratios = {row.label: round(row.figures["serial_ms"] / row.figures["speculative_ms"], 1) for row in rows}
@@ -354,23 +328,6 @@ class TestSuites:
     )
     def test_with_a_mistake_are_refused_with_file_and_field(self, old: str, new: str, said: str) -> None:
         assert_refused(SUITE, old, new, said)
-
-
-class TestTheHarness:
-    @pytest.mark.parametrize("engine", ["sim", "vllm"])
-    def test_says_that_a_pipeline_needs_a_server(self, tmp_path: Path, engine: str) -> None:
-        done = run_command(eval_command, "run", "table-6", "-o", tmp_path, "--engine", engine)
-        assert done.exit_code == 0, done.output
-        (line,) = result_lines(tmp_path, "unavailable")
-        assert (line["suite"], line["cell"], line["policy"]) == ("table-6", {}, "warmup")
-        assert "use --engine openai" in line["reason"]
-
-    def test_says_which_corpus_is_not_here(self, tmp_path: Path) -> None:
-        (tmp_path / "mine.toml").write_text(SUITE, "utf-8")
-        run_command(eval_command, "run", tmp_path / "mine.toml", "-o", tmp_path, "--engine", "openai")
-        assert {line["reason"].partition(":")[0] for line in result_lines(tmp_path, "unavailable")} == {
-            "corpus small lies outside the project"
-        }
 
 
 @pytest.fixture(scope="module")
@@ -412,34 +369,6 @@ class TestOnARealServer:
             assert (line["engine"]["block_size"], line["engine"]["capacity_tokens"]) == (BLOCK, 4_096)
             assert {len(column) for columns in line["rows"].values() for column in columns.values()} == {rows}
             assert line["system_tokens"] >= 64
-
-    def test_what_is_there_is_not_measured_again(self, found: list[JSON], command: list[Any]) -> None:
-        done = run_command(eval_command, *command)
-        assert done.exit_code == 0 and "0 runs served" in done.output
-        assert result_lines(command[3], "pipelining") == found
-
-    def test_shows_it_all_in_the_report(self, found: list[JSON], command: list[Any]) -> None:
-        report = make_report(read_results(command[3]), {**load_suites(), "mine": suite_of(SUITE)})
-        (section,) = report.sections
-        titles = [table.title for table in section.tables]
-        assert titles == [
-            "Time to the first token of a cold start",
-            "Search before the answer",
-            "Speculations that were right, by stage",
-            "Throughput under saturation",
-            "The paper's own numbers",
-        ]
-        assert "a live server" in section.engine
-        text = render_markdown(report)
-        assert "stretched to 40 ms" in text and "3.50 × (MMLU)" in text
-
-    def test_embeddings_are_made_once(self, found: list[JSON], command: list[Any], corpora: Path) -> None:
-        cache = command[3] / "cache" / "ragorder"
-        kept = sorted(cache.glob("vectors-*.npy"))
-        assert len(kept) == 2
-        vectors = embed([document.text for document in documents()], cache)
-        assert sorted(cache.glob("vectors-*.npy")) == kept
-        assert vectors.shape == (24, 384) and abs((vectors**2).sum(axis=1) - 1).max() < 1e-5
 
 
 def report(folder: Path, cell: JSON, *rows: JSON, **fields: Any) -> Any:
@@ -491,9 +420,3 @@ class TestTheReport:
         found = first_row(report(tmp_path, SATURATED, saturated(rates)))
         assert (found["offered"], found["refused, %"], found["at most 2 % less"]) == ("4.0 ×", "75.0", said)
         assert found["extra prefill, %"] == "–"
-
-    def test_passes_over_a_line_whose_columns_do_not_fit(self, tmp_path: Path) -> None:
-        rows = saturated([2.0] * 10)
-        found = report(tmp_path, SATURATED, rows, rows | {"none": {"requests": [1]}})
-        assert "1 runs" in found.measured
-        assert any("missing fields" in note for note in found.notes)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from support.suites import page_of, run_suites
 
 pytest.importorskip("numpy")
 pytest.importorskip("scipy")
@@ -13,10 +10,6 @@ pytest.importorskip("scipy")
 from ragorder import Document
 from ragorder.benchmarks.chats.placement import PLACES, PlacedPrompts
 from ragorder.eval.data.trace import TraceRequest
-from ragorder.eval.report.groups import group_runs
-from ragorder.eval.report.metrics import CACHED
-from ragorder.eval.running.reading import read_results
-from ragorder.eval.running.record import RunRecord
 
 DOCUMENTS = [Document(f"d{number}", f"text {number} " * (number + 3)) for number in range(4)]
 
@@ -63,23 +56,3 @@ class TestPrompts:
         tokens = prompts.prefix_tokens + sum(prompts.document_tokens(DOCUMENTS[number]) for number in found)
         # The number of the third place is the same, too.
         assert common(first, second) == tokens + 4 * (place == "numbered by place")
-
-
-def test_the_suite_finds_what_is_in_front_and_nothing_that_follows_a_difference(tmp_path: Path) -> None:
-    run_suites(tmp_path, "placement", "--limit", 200, "--seeds", 0, workload="mix8")
-    groups = group_runs(read_results(tmp_path).of(RunRecord, "placement"))
-    cached = {
-        (group.cell["documents"], policy): group.value(policy, CACHED) or 0
-        for group in groups
-        for policy in ("retrieval", "earned")
-    }
-    assert {place for place, _ in cached} == set(PLACES)
-    gained = {place: cached[place, "earned"] - cached[place, "retrieval"] for place in PLACES}
-    assert gained["before the question"] > 15
-    assert gained["labelled"] == pytest.approx(gained["before the question"], abs=2)
-    assert gained["numbered by place"] == pytest.approx(gained["before the question"], abs=4)
-    assert gained["numbered by rank"] < gained["before the question"] - 3
-    # The system prompt's whole blocks, and no more.
-    assert cached["after the question", "earned"] == cached["after the question", "retrieval"] < 10
-    assert cached["after a date", "earned"] == cached["after a date", "retrieval"] < 10
-    assert "documents numbered by rank" in page_of(tmp_path)

@@ -69,26 +69,6 @@ class TestAProcess:
         assert after is not None and after - before >= 0.08
         assert peak is not None and peak > 10
 
-    def test_that_has_ended_has_none(self) -> None:
-        assert cpu_s(2**22 + 1) is None and peak_mb(2**22 + 1) is None
-
-
-@pytest.mark.slow
-def test_the_suite_runs_with_several_workers(tmp_path: Path) -> None:
-    cell = {"workers": "1,2", "first": 20, "most": 24, "growth": 1.2, "seconds": 0.5, "added_ms": 10000}
-    for served in (5, 0):
-        assert f"{served} runs served" in run_suites(tmp_path, "proxy-throughput", "--seeds", 0, **cell)
-    found = result_lines(tmp_path, "proxy-throughput")
-    served = [(line["cell"]["workers"], line["policy"]) for line in found]
-    assert served == [*((1, policy) for policy in ("order", "route", "inside")), (2, "order"), (2, "route")]
-    for line in found:
-        # The next rate follows one that holds.
-        holds = line["rows"]["holds"]
-        assert line["rows"]["asked"] == [20.0, 24.0][: 1 + holds[0]] and len(holds) == 1 + holds[0]
-        assert all(line["rows"]["came"])
-    page = page_of(tmp_path)
-    assert "| 1 | order |" in page and "| 2 | route |" in page and "| 1 | inside |" in page
-
 
 def cached_of(folder: Path, *applications: str) -> dict[tuple[str, str], float]:
     """Run 25 requests of each: the cached share by application and policy. Nothing but the order changes."""
@@ -117,10 +97,3 @@ def test_a_list_that_is_sent_in_one_order_is_cached(name: str, recognised: str, 
     shares = cached_of(tmp_path, name)
     assert shares[name, "direct"] < 0.2 and shares[name, "proxied"] > 0.9
     assert f"in any order | {recognised} |" in page_of(tmp_path)
-
-
-def test_tagged_documents_are_sent_as_a_builder_writes_them(tmp_path: Path) -> None:
-    run_suites(tmp_path, "applications", "--seeds", 0, requests=5, application="tagged")
-    (proxied,) = (line for line in result_lines(tmp_path, "applications") if line["policy"] == "proxied")
-    assert (proxied["facts"]["ordered"], proxied["facts"]["changed"]) == (5, 0)
-    assert proxied["facts"]["ordering_ms"] >= proxied["facts"]["ordering_least_ms"] > 0

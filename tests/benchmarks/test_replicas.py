@@ -1,4 +1,4 @@
-"""Simulated fleets: the ring, the policies, what is measured, and what the report says."""
+"""Simulated fleets: the ring, the policies, what is measured, and processes that share their orders."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pydantic import ValidationError
 
 from ragorder.benchmarks.common.served import cached_share
 from ragorder.benchmarks.fleet.replicas import ROUTERS, Replicas, ReplicasCell, Ring, SimulatedReplica, load, serve
+from ragorder.benchmarks.fleet.sharing import SharingCell
+from ragorder.benchmarks.fleet.sharing import serve as serve_sharing
 from ragorder.eval.data.trace import TraceRequest, trace_of_workload
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.prompts import NumberedPrompts
@@ -130,12 +132,36 @@ def test_a_cell_has_one_trace() -> None:
 
 
 class TestMixedStreams:
-    def test_any_number_of_streams_can_be_mixed(self) -> None:
-        drawn = make_workload("mix64", 0, requests=1500)
-        assert drawn.in_flight == 64
-        assert len(drawn.rankings) == 1500
-        assert {len(set(ranking)) for ranking in drawn.rankings} == {5}
-
     def test_eight_are_those_of_the_published_figures(self) -> None:
         drawn = json.dumps(make_workload("mix8", 0).rankings).encode()
         assert hashlib.sha256(drawn).hexdigest()[:16] == "be5c37c32847346c"
+
+
+def sharing(**fields: Any) -> SharingCell:
+    return SharingCell.read({"workload": "mix8", **fields}, "here")
+
+
+def cached(rows: dict[str, list[int]]) -> float:
+    return sum(rows["cached_tokens"]) / sum(rows["prompt_tokens"])
+
+
+class TestSharedOrders:
+    def test_one_process_has_nothing_to_share(self, requests: list[TraceRequest]) -> None:
+        one = sharing(processes=1)
+        assert serve_sharing(requests, one, 0, 100, shared=True) == serve_sharing(requests, one, 0, 100, shared=False)
+
+    def test_shared_orders_are_nearly_those_of_one_process(self, requests: list[TraceRequest]) -> None:
+        one = cached(serve_sharing(requests, sharing(processes=1), 0, 100, shared=False))
+        for processes in (4, 16):
+            many = sharing(processes=processes)
+            own, shared = (cached(serve_sharing(requests, many, 0, 100, shared=shared)) for shared in (False, True))
+            assert shared >= 0.9 * one > own
+
+    def test_late_ones_are_worth_less(self, requests: list[TraceRequest]) -> None:
+        found = [cached(serve_sharing(requests, sharing(late=late), 0, 100, shared=True)) for late in (0, 64)]
+        assert found[0] > found[1]
+
+    def test_is_the_same_each_time(self, requests: list[TraceRequest]) -> None:
+        rows = [serve_sharing(requests[:200], sharing(), 1, 10, shared=True) for _ in range(2)]
+        assert rows[0] == rows[1]
+        assert {len(column) for column in rows[0].values()} == {190}

@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from support.suites import page_of, run_suites
 
 from ragorder.benchmarks.doll.streaming.cells import StreamingCell
 from ragorder.benchmarks.doll.streaming.experiment import SLOTS
@@ -68,15 +67,3 @@ class TestBucket:
         assert bucket.take(200) == 52.0
         monkeypatch.setattr(time, "perf_counter", lambda: 52.0 + late_s)
         assert bucket.take(200) == ends_s
-
-
-def test_the_suite_runs_and_reports(tmp_path: Path) -> None:
-    small = {"layers": 5, "hidden_size": 64, "intermediate_size": 128, "repeats": 1, "jitter": 0, "gigabytes_s": 0.5}
-    run_suites(tmp_path, "doll-streaming", "--limit", 2, **small)
-    rows = [
-        line.split("|")
-        for line in page_of(tmp_path).splitlines()
-        if line.startswith(("| no prefetch", "| one", "| two", "| ring"))
-    ]
-    assert [row[1].strip() for row in rows] == list(SLOTS)
-    assert all(row[-2].strip() == "yes" for row in rows)

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 from support.commands import run_command
 from support.results import result_lines
-from support.suites import suite_of, write_corpus
+from support.suites import write_corpus
 
 pytest.importorskip("scipy")
 
 from support.chaos import Answer, chunk_files, damage
-from support.chaos.__main__ import main as chaos_command
 from support.fork_server import ForkServer
 
 from ragorder import Document
@@ -28,7 +27,7 @@ from ragorder.eval.cli.eval import eval as eval_command
 from ragorder.eval.data.trace import Trace, TraceRequest
 from ragorder.eval.engines.prompts import NumberedPrompts
 from ragorder.eval.engines.server import VLLMServer
-from ragorder.eval.report import make_report, read_results, render_markdown
+from ragorder.eval.report import make_report, read_results
 from ragorder.eval.running.suite import load_suites
 from ragorder.kernels.store import ChunkStore
 from ragorder.trie.profile import PrefillProfile
@@ -163,23 +162,6 @@ class TestVerdicts:
         assert verdict.met == "not decided"
 
 
-class TestTheHarness:
-    @pytest.mark.parametrize(
-        ("options", "said"),
-        [
-            (["--engine", "sim"], "use --engine openai"),
-            (["--engine", "vllm"], "use --engine openai"),
-            (["--engine", "openai", "--base-url", "http://127.0.0.1:1"], "leave out --base-url"),
-        ],
-    )
-    def test_says_that_it_starts_its_own_servers(self, tmp_path: Path, options: list[str], said: str) -> None:
-        done = run_command(eval_command, "run", "ragcache-ttft-tiers", "-o", tmp_path, *options)
-        assert done.exit_code == 0, done.output
-        (line,) = result_lines(tmp_path, "unavailable")
-        assert (line["suite"], line["cell"], line["policy"]) == ("ragcache-ttft-tiers", {}, "tiers")
-        assert said in line["reason"]
-
-
 @pytest.mark.slow
 @pytest.mark.vllm
 class TestOnRealServers:
@@ -218,13 +200,6 @@ class TestOnRealServers:
             assert tiers["sources"]["computed"] < alone["sources"]["computed"]
             assert alone["facts"] == tiers["facts"]
             assert PrefillProfile.from_json(tiers["facts"]["profile"]).facts["model"] == "served"
-
-    def test_shows_it_all_in_the_report(self, found: list[JSON], command: list[Any]) -> None:
-        report = make_report(read_results(command[3]), {**load_suites(), "mine": suite_of(SUITE)})
-        (section,) = report.sections
-        assert [table.title for table in section.tables] == ["Time to the first token"]
-        assert "two live servers" in section.engine
-        assert "8 requests a seed after 16 of warm-up; seeds 1, 2" in render_markdown(report)
 
 
 def make_corpus(folder: Path) -> None:
@@ -276,9 +251,3 @@ class TestChaos:
         one = Answer(("a", "c"), (tied, {"c": -1.0}), 10, 0)
         other = Answer(("b", "d"), (tied, {"d": -3.0}), 10, 0)
         assert one.agrees(other)
-
-    @pytest.mark.parametrize("load", ["3", "0:2", "8:3", "a:b", "1:2:3", "1:inf"])
-    def test_a_load_that_cannot_be_is_refused(self, load: str) -> None:
-        done = run_command(chaos_command, "--load", load)
-        assert done.exit_code == 2
-        assert "give two numbers of seconds above 0, such as 2:6" in done.output

@@ -71,8 +71,3 @@ def test_retrieval_order_is_measured_once_and_each_run_finds_an_empty_cache(
     assert made[2]["events_endpoint"] == "ipc://events"
     assert "0 runs served" in run_suites(tmp_path, *asked, orderers="1,4")
     assert "| events | 40.0 |" in page_of(tmp_path)
-
-
-def test_the_suite_needs_a_server_of_its_own(tmp_path: Path) -> None:
-    assert "0 runs served" in run_suites(tmp_path, "workers")
-    assert "use --engine openai without --base-url" in result_lines(tmp_path, "unavailable")[0]["reason"]

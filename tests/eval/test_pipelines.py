@@ -11,38 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.commands import run_command
 from support.results import result_lines
+from support.retrieved import requests, shown
 
 pytest.importorskip("numpy")
 
-from ragorder import Document
 from ragorder.eval.cli.bench import bench as bench_command
-from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.running.specs import Bench, BenchError
 from ragorder.eval.suites.pipelining.bench import pipeline_lines
 from ragorder.eval.suites.pipelining.search import played
-from ragorder.eval.suites.pipelining.server import ask, find_server
-from ragorder.pipelining import Provisional, Retrieval
+from ragorder.eval.suites.pipelining.server import find_server
 
 JSON = dict[str, Any]
-WORDS = [f"{name} {verb}" for name in ("cats", "banks", "parsers", "rivers") for verb in ("sleep", "rise", "read")]
-
-
-def documents(count: int = 24) -> list[Document]:
-    return [Document(f"d{each}", f"{WORDS[each % len(WORDS)]} number {each}. " * 8) for each in range(count)]
-
-
-def requests(count: int, top_k: int = 3) -> list[TraceRequest]:
-    """Neighbours share documents."""
-    known = documents()
-    return [
-        TraceRequest(f"What of number {number}?", [known[(number // 2 + each) % len(known)] for each in range(top_k)])
-        for number in range(count)
-    ]
-
-
-async def shown(retrieval: Retrieval[Any, Document], number: int = 0) -> list[Provisional[Document]]:
-    return [stage async for stage in retrieval(ask(number, "q", "salt"))]
 
 
 class TestAPlayedSearch:
