@@ -149,10 +149,6 @@ class TestFolder:
         (folder / "run_top20.jsonl").write_text("".join(json.dumps(line) + "\n" for line in RUN), "utf-8")
         assert list(load_folder(folder).rankings[0]) == [2, 0, 1]
 
-    def test_blank_lines_and_a_byte_order_mark_do_no_harm(self, write: Write) -> None:
-        text = "\ufeff" + "\n\n".join(json.dumps(question) for question in QUESTIONS) + "\n\n"
-        assert [question.id for question in load_folder(write(questions=text)).questions] == ["q1", "q2"]
-
     def test_lone_surrogates_are_kept(self, write: Write) -> None:
         corpus = load_folder(write(documents=changed(DOCUMENTS, 2, text="Banks \ud800 lend money")))
         assert corpus.documents[1].text == "Banks \ud800 lend mone"
@@ -178,20 +174,11 @@ class TestBrokenFolder:
         ("files", "message"),
         [
             ({"documents": changed(DOCUMENTS, 2, text=...)}, r'documents.jsonl:2: "text" is missing: add it'),
-            ({"documents": changed(DOCUMENTS, 1, title=7)}, r'documents.jsonl:1: "title" must be a string, not an int'),
             ({"documents": changed(DOCUMENTS, 3, id="a")}, r"documents.jsonl:3: the id 'a' occurs twice.*line 1"),
             ({"documents": changed(DOCUMENTS, 3, id="")}, r'documents.jsonl:3: "id" must not be empty'),
-            ({"documents": changed(DOCUMENTS, 3, id=None)}, r'documents.jsonl:3: "id" must be a string, not null'),
-            ({"documents": "{}\n"}, r'documents.jsonl:1: "id" is missing'),
-            ({"documents": "[1]\n"}, r"documents.jsonl:1: must be an object, not a list"),
             ({"documents": ""}, r"documents.jsonl:1: the file holds no lines"),
-            ({"documents": "\n \n"}, r"documents.jsonl:1: the file holds no lines"),
-            ({"documents": "[" * 100_000 + "\n"}, r"documents.jsonl:1: nested too deeply"),
             ({"documents": None}, r"documents.jsonl: the file is missing: add documents.jsonl or"),
             ({"questions": None}, r"questions.jsonl: the file is missing: add questions.jsonl or"),
-            ({"questions": changed(QUESTIONS, 2, id="q1")}, r"questions.jsonl:2: the id 'q1' occurs twice"),
-            ({"questions": changed(QUESTIONS, 1, question=["x"])}, r'questions.jsonl:1: "question".*not a list'),
-            ({"questions": '{"id": "q1"\n'}, r"questions.jsonl:1: not JSON "),
             (
                 {"questions": [*QUESTIONS, {"id": "q3", "question": "?"}]},
                 r"questions.jsonl:3: .*'q3' has no line in run",
@@ -204,20 +191,13 @@ class TestBrokenFolder:
             ({"chunks": changed(CHUNKS, 2, start=-1)}, r"chunks.jsonl:2: start -1 and end 17 do not fit"),
             ({"chunks": changed(CHUNKS, 2, start=17)}, r"chunks.jsonl:2: start 17 and end 17 do not fit"),
             ({"chunks": changed(CHUNKS, 2, start="0")}, r'chunks.jsonl:2: "start" must be an integer, not a string'),
-            ({"chunks": changed(CHUNKS, 2, end=True)}, r'chunks.jsonl:2: "end" must be an integer, not a boolean'),
             ({"chunks": changed(CHUNKS, 2, tokens=-1)}, r'chunks.jsonl:2: "tokens" must be at least 0'),
-            ({"chunks": changed(CHUNKS, 2, tokens=...)}, r'chunks.jsonl:2: "tokens" is missing'),
             ({"chunks": changed(CHUNKS, 2, cid=10)}, r"chunks.jsonl:2: the chunk id 10 occurs twice"),
-            ({"chunks": changed(CHUNKS, 2, cid=1.5)}, r'chunks.jsonl:2: "cid" must be .*not a decimal number'),
-            ({"chunks": ""}, r"chunks.jsonl:1: the file holds no lines"),
             ({"run_top20": changed(RUN, 1, id="q9")}, r"run_top20.jsonl:1: there is no question 'q9'"),
             ({"run_top20": changed(RUN, 1, id="q1")}, r"run_top20.jsonl:2: the id 'q1' occurs twice"),
             ({"run_top20": changed(RUN, 2, chunks=[30, 99])}, r"run_top20.jsonl:2: there is no chunk 99"),
             ({"run_top20": changed(RUN, 2, chunks=[30.0])}, r'run_top20.jsonl:2: "chunks\[0\]" must be a string or an'),
-            ({"run_top20": changed(RUN, 2, chunks=[[30]])}, r'run_top20.jsonl:2: "chunks\[0\]" must be a string or an'),
-            ({"run_top20": changed(RUN, 2, chunks=...)}, r'run_top20.jsonl:2: "chunks" is missing'),
             ({"run_top20": changed(RUN, 2, chunks=[30, 30])}, r"run_top20.jsonl:2: chunk 30 is ranked twice"),
-            ({"run_top20": changed(RUN, 2, chunks="30")}, r'run_top20.jsonl:2: "chunks" must be a list.*not a string'),
             (
                 {"run_top20": RUN[:1]},
                 r"questions.jsonl:1: question 'q1' has no line in run_top20.jsonl: add one, or pass",
@@ -230,14 +210,9 @@ class TestBrokenFolder:
         with pytest.raises(CorpusError, match=message):
             load_folder(write(**files))
 
-    def test_a_folder_that_is_absent_and_a_line_that_is_not_utf8(self, write: Write, tmp_path: Path) -> None:
+    def test_a_folder_that_is_absent(self, tmp_path: Path) -> None:
         with pytest.raises(CorpusError, match=r"absent: not a folder: pass the folder"):
             load_folder(tmp_path / "absent")
-        folder = write()
-        with (folder / "questions.jsonl").open("ab") as file:
-            file.write('{"id": "q3", "question": "Größe?"}\n'.encode("latin-1"))
-        with pytest.raises(CorpusError, match=r"questions.jsonl:3: not UTF-8"):
-            load_folder(folder)
 
     @pytest.mark.parametrize(
         ("gzipped", "said"),
@@ -251,14 +226,6 @@ class TestBrokenFolder:
         folder = write(gzipped=gzipped)
         (folder / "chunks.jsonl.gz").write_text('{"cid": 1}\n', "utf-8")
         with pytest.raises(CorpusError, match=said):
-            load_folder(folder)
-
-    @pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data[:60] + b"\xff" * 8 + data[68:]])
-    def test_a_damaged_gzip(self, write: Write, damage: Callable[[bytes], bytes]) -> None:
-        folder = write(gzipped=True)
-        path = folder / "chunks.jsonl.gz"
-        path.write_bytes(damage(path.read_bytes()))
-        with pytest.raises(CorpusError, match=r"chunks.jsonl.gz:\d+: (damaged gzip data|not JSON|not UTF-8)"):
             load_folder(folder)
 
 
@@ -348,16 +315,6 @@ class TestPydocs:
         first, second = (process.communicate(timeout=120)[0] for process in processes)
         assert len(first) == 65
         assert first == second
-
-    @pytest.mark.slow
-    def test_another_retriever_ranks_the_same_documents(self, documentation: Corpus) -> None:
-        retriever = Backwards()
-        corpus = load_pydocs(retriever=retriever, top_k=3)
-        assert corpus.documents == documentation.documents
-        assert corpus.questions == documentation.questions
-        last = len(corpus.documents) - 1
-        assert list(corpus.rankings[0]) == [last, last - 1, last - 2]
-        assert retriever.calls[0][2] == 3
 
     def test_without_sources_the_error_says_what_to_install(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

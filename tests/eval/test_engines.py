@@ -205,31 +205,11 @@ class TestVLLM:
             several = vllm_engine.generate(prompt)
         assert 0 < several.tbt_s <= several.total_s - several.ttft_s
 
-    def test_is_deterministic(self, vllm_engine: VLLMEngine) -> None:
-        prompts = [ids(first, 150) for first in range(5, 405, 20)]
-        texts = [vllm_engine.generate(prompt).text for prompt in prompts]
-        vllm_engine.reset()
-        assert [vllm_engine.generate(prompt).text for prompt in prompts] == texts
-        assert any(texts)
-
-    def test_simulated_blocks_are_the_real_ones(self, vllm_engine: VLLMEngine) -> None:
-        simulated = SimEngine(block_size=32, capacity_tokens=None, output_tokens=0)
-        prompts = [ids(10, 100), ids(10, 130), [*ids(10, 64), *ids(800, 64)], ids(10, 128)]
-        # The block of the last token is always computed.
-        prompts += [ids(500, 64), ids(500, 64), ids(500, 65)]
-        found = hits(vllm_engine, *prompts)
-        assert found == hits(simulated, *prompts) and found[-3:] == [0, 32, 64]
-
     @pytest.mark.parametrize("length", [0, 2048, 5000])
     def test_a_prompt_that_does_not_fit_is_refused(self, vllm_engine: VLLMEngine, length: int) -> None:
         with pytest.raises(ValueError, match=f"the prompt has {length} tokens; this engine takes 1 to 2047"):
             vllm_engine.generate([7] * length)
         assert vllm_engine.generate([7] * 2047).prompt_tokens == 2047
-
-    def test_the_order_of_documents_does_not_change_the_length_of_the_prompt(self, builder: PromptBuilder) -> None:
-        for query, documents in paper_shuf(20):
-            lengths = {len(token_ids(builder.build(query, order))) for order in (documents, documents[::-1])}
-            assert len(lengths) == 1
 
     def test_aligned_prompts_lose_nothing_where_documents_meet(self, vllm_engine: VLLMEngine, vllm_model: Path) -> None:
         aligned = PromptBuilder("You are careful.", tokenizer=load(vllm_model), align_to=32)

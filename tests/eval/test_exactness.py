@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.exactness import TRACES, Ask, Exactness, Served, compare, make_asks, serve_on_vllm
+from support.exactness import TRACES, Exactness, Served, compare, make_asks, serve_on_vllm
 from support.rings import examples
 
 from ragorder.eval.engines.sim import SimEngine
@@ -46,22 +46,6 @@ class TestLikeVLLM032:
     def test_blocks_that_were_not_filled_are_reused_first(self) -> None:
         assert hits(sim(3), *UNFILLED) == [0, 0, 0, 0, 8]
         assert hits(sim(3, like="lru"), *UNFILLED) == [0, 0, 0, 0, 4]
-
-    def test_a_whole_prompt_asked_again_keeps_its_last_block_twice(self) -> None:
-        engine = sim(5)
-        assert hits(engine, A, A, B) == [0, 4, 0]
-        assert engine.evicted_blocks == 0, "three blocks of A's and two of B's"
-        hits(engine, ids(300, 4))
-        assert (engine.evicted_blocks, engine.cached_tokens(A)) == (1, 8), "the older one went, the other is found"
-        hits(engine, ids(400, 4))
-        assert (engine.evicted_blocks, engine.cached_tokens(A)) == (2, 4)
-
-    def test_an_answer_is_found_by_a_prompt_that_goes_on_from_it(self) -> None:
-        told, untold = sim(None), sim(None)
-        told.generate(ids(0, 6), answer=ids(6, 6))
-        untold.admit(ids(0, 6), 6)
-        assert hits(told, ids(0, 20)) == [12]
-        assert hits(untold, ids(0, 20)) == [4]
 
     def test_reset_forgets_duplicates(self) -> None:
         engine = sim(5)
@@ -128,15 +112,6 @@ class TestComparing:
         (difference,) = compare(served, sim(2)).differences
         assert (difference.vllm_tokens, difference.sim_tokens) == (8, 4)
         assert difference.reason == "last block of a whole prompt"
-
-    @pytest.mark.parametrize("name", TRACES)
-    def test_traces_are_drawn_by_their_seed(self, name: str) -> None:
-        sizes: dict[str, int] = {"vocabulary": 2048, "block_size": 32, "pool_blocks": 64}
-        asks = make_asks(name, 1, 60, **sizes)
-        assert asks == make_asks(name, 1, 60, **sizes) != make_asks(name, 2, 60, **sizes)
-        assert len(asks) == 60
-        assert all(0 <= token < 2048 for ask in asks for token in ask.token_ids)
-        assert all(ask.follows is None or ask.follows < row for row, ask in enumerate(asks))
 
 
 class KVBlocks:
@@ -294,9 +269,3 @@ class TestAgainstVLLM:
             if ask.follows is not None
         )
         assert found >= 5, "some prompts must have found an answer cached"
-
-    @pytest.mark.parametrize("ask", [Ask([]), Ask([7] * 2_048), Ask([7] * 2_038, 10, aborted=True)])
-    def test_a_request_that_does_not_fit_is_refused(self, ask: Ask, vllm_engine: VLLMEngine) -> None:
-        with pytest.raises(ValueError, match=rf"has {len(ask.token_ids)} tokens; .* takes 1 to 20"):
-            serve_on_vllm(vllm_engine, [ask])
-        assert serve_on_vllm(vllm_engine, [Ask([7] * 33)])[0].cached_tokens == 0

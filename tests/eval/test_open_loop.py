@@ -76,19 +76,6 @@ class TestTheObjective:
         assert objective_table(group_runs([other]), "retrieval") is None
 
 
-class TestTheReport:
-    def test_has_the_tails_and_the_objective(self) -> None:
-        records = [
-            record(policy, [100.0, 200.0] * 6, arrivals=arrivals, tbt_ms=[5.0, 7.0] * 6)
-            for arrivals in (None, "poisson:1", "poisson:2", "poisson:4")
-            for policy in ("retrieval", "earned", "free")
-        ]
-        part = make_part(Suite.unlisted("s", baseline="retrieval"), Results(Path(), records=[*records]))
-        titles = {table.title for table in part.tables}
-        assert {"TTFT p50, ms", "TTFT p99, ms", "TBT p50, ms", "TBT p99, ms"} <= titles
-        assert {"Throughput", "Throughput under an objective"} <= titles
-
-
 class TestThroughput:
     @staticmethod
     def table(retrieval: list[float], auto: list[float]) -> Table:

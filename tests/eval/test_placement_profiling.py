@@ -98,11 +98,6 @@ class TestMeasuring:
         assert first.measured.total() == most
         assert set((first.measured + second.measured).values()) == {2}
 
-    def test_without_time_the_least_that_can_be_fitted_is_measured(self, tmp_path: Path) -> None:
-        system, grid = System(), PlacementGrid.spread(4, 0, from_host=False, batches=[1, 4, 16])
-        measure_placement(system, grid, Journal(tmp_path / "part", {}), limit_s=0.0, clock=lambda: 0.0)
-        assert set(system.measured) == {("generation", batch, device, 0) for batch in (1, 4) for device in (0, 4)}
-
     def test_ends_in_time_with_small_batches_at_all_places(self, tmp_path: Path) -> None:
         system, grid = System(), PlacementGrid.spread(4, 8, from_host=False, batches=[1, 4, 16, 64], repeats=3)
         system_s = {"now": 0.0}

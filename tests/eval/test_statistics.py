@@ -13,7 +13,7 @@ pytest.importorskip("scipy")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragorder.eval.report.statistics import BLOCK, StatisticsError, compare, summary
+from ragorder.eval.report.statistics import StatisticsError, compare, summary
 
 FEW = 300
 
@@ -175,6 +175,3 @@ class TestWhatCannotBeCompared:
     def test_is_refused_with_the_reason(self, plain, ours, options, said):
         with pytest.raises(StatisticsError, match=said):
             compare(plain, ours, **options)
-
-    def test_a_block_is_a_burst_of_the_papers_trace(self):
-        assert BLOCK == 10

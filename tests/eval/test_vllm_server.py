@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fork_server import ForkServer
 
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.server import OwnFolder, Process, VLLMServer
@@ -145,39 +144,3 @@ class TestAnOwnFolder:
             os.utime(path, (0, 0))
         OwnFolder("mine-").take()
         assert owned.path.exists()
-
-
-@pytest.mark.slow
-class TestForkServer:
-    def test_says_why_it_does_not_come_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        complaint = tmp_path / "python"
-        complaint.write_text("#!/bin/sh\necho vllm is not here >&2\nexit 1\n")
-        complaint.chmod(0o755)
-        monkeypatch.setattr(sys, "executable", str(complaint))
-        with pytest.raises(EngineError, match="could not be imported to be forked:\nvllm is not here"), ForkServer():
-            pass
-
-    @pytest.mark.vllm
-    def test_its_servers_are_real_ones_each_on_its_own(self, vllm_model: Path) -> None:
-        httpx2 = pytest.importorskip("httpx2")
-        with ForkServer() as fork_server:
-            server = VLLMServer(vllm_model, blocks=64, launch=fork_server.launch)
-            answers, pids = [], []
-            for ending in (server.kill, server.stop):
-                server.start()
-                assert server.pid is not None
-                assert os.getsid(server.pid) == server.pid
-                pids.append(server.pid)
-                for _ in range(2):
-                    body = {"model": server.model_name, "prompt": list(range(300, 400)), "max_tokens": 3}
-                    answer = httpx2.post(
-                        f"{server.base_url}/v1/completions", json=body | {"temperature": 0}, timeout=60
-                    )
-                    answers.append((answer.json()["choices"][0]["text"], answer.json()["usage"]))
-                ending()
-                assert not server.alive
-            assert pids[0] != pids[1]
-            assert len({text for text, _ in answers}) == 1
-            # What the first one had cached, the second one does not know.
-            cached = [usage["prompt_tokens_details"] for _, usage in answers]
-            assert [(details or {}).get("cached_tokens", 0) for details in cached] == [0, 96, 0, 96]
