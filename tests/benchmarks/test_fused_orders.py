@@ -31,6 +31,21 @@ def engine(device_tokens: int | None = None, *, copied: bool = False) -> Simulat
 
 
 class TestTheSimulatedEngine:
+    def test_reuses_what_it_has_and_computes_what_stands_before_it_exactly(self) -> None:
+        sim = engine()
+        assert sim.serve([0, 1], 0, 4) == FusedPrefill(0, 0, 30 + 4)
+        # 2 is computed in place, after 0; 1 is reused.
+        assert sim.serve([0, 2, 1], 0, 4) == FusedPrefill(10, 20, 30 + 10 + 4)
+        assert sim.serve([0, 2, 1], 0, 4) == FusedPrefill(40, 20, 10 + 4)
+
+    def test_computes_documents_among_copies_by_themselves(self) -> None:
+        sim = engine()
+        sim.serve([0], 0, 0)
+        sim.serve([1], 0, 0)
+        # 3 is computed alone, and copied: half of it is computed once more.
+        assert sim.serve([0, 1, 3], 0, 0) == FusedPrefill(10, 20, 40 + 30)
+        assert sim.serve([3, 0], 0, 0) == FusedPrefill(40, 10, 5)
+
     def test_that_does_not_fuse_is_a_prefix_cache(self) -> None:
         sim = SimulatedFusion(TOKENS, None, recompute=0.5, copied=False, fuses=False)
         assert sim.serve([0, 1], 0, 4) == FusedPrefill(0, 0, 30 + 4)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ from support.commands import run_command
 pytest.importorskip("torch")
 pytest.importorskip("scipy")
 
-from ragorder.benchmarks.gpu import day, pieces
+from ragorder.benchmarks.gpu import day
 from ragorder.benchmarks.gpu.stock import SERVERS
 from ragorder.eval.running.reading import read_results
 from ragorder.eval.running.record import RunRecord
@@ -70,44 +67,3 @@ def test_the_rehearsal_serves_every_part_of_vllm(tmp_path: Path, monkeypatch: py
     assert set(orders) == {"retrieval", "earned"}
     assert all(row["completed"] == 4 and row["p50_ttft_ms"] > 0 for row in orders.values())
     assert all(row["cached_percent"] is not None for row in orders.values())
-
-
-class TestPieces:
-    def test_are_joined_to_the_wheels_without_what_is_unused(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        code = bytes(range(256)) * 8_000
-        write_wheel(
-            tmp_path / "wheels" / "vllm-0.26.0-cp38-abi3-manylinux_2_28_x86_64.whl",
-            {
-                "vllm/__init__.py": b"here = True",
-                "vllm/_C_stable_libtorch.abi3.so": code,
-                "vllm/_moe_C_stable_libtorch.abi3.so": code,
-                "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": code,
-                "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so": code,
-            },
-        )
-        write_wheel(tmp_path / "wheels" / "other-1-py3-none-any.whl", {"other-1.data/purelib/other.py": b"x = 1"})
-        made = pieces.cut(tmp_path / "wheels", tmp_path / "cut", piece_bytes=4_000)
-        sizes = [piece["bytes"] for piece in made["pieces"]]
-        assert len(sizes) > 2 and max(sizes) == 4_000
-
-        arrived = tmp_path / "arrived"
-        for number in range(len(sizes)):
-            # One at a time, as calls carry them.
-            arrived.mkdir()
-            (tmp_path / "cut" / f"{number:02}").rename(arrived / f"{number:02}")
-            assert pieces.join(arrived, tmp_path / "there") == (number == len(sizes) - 1)
-            shutil.rmtree(arrived)
-        site = tmp_path / "there" / "site"
-        assert {path.name for path in site.rglob("*.so")} == {"_C_stable_libtorch.abi3.so", "_vllm_fa3_C.abi3.so"}
-        assert (site / "vllm" / "_C_stable_libtorch.abi3.so").read_bytes() == code
-        assert (site / "other.py").read_text() == "x = 1"
-        assert f"1 of {len(sizes)} pieces are here, missing: 01" in capsys.readouterr().out
-
-
-def write_wheel(path: Path, files: Mapping[str, bytes]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    with zipfile.ZipFile(path, "w") as wheel:
-        for name, contents in files.items():
-            wheel.writestr(name, contents)

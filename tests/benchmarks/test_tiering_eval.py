@@ -16,7 +16,7 @@ from support.suites import write_corpus
 
 pytest.importorskip("scipy")
 
-from support.chaos import Answer, chunk_files, damage
+from support.chaos import Answer
 from support.fork_server import ForkServer
 
 from ragorder import Document
@@ -29,7 +29,6 @@ from ragorder.eval.engines.prompts import NumberedPrompts
 from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.report import make_report, read_results
 from ragorder.eval.running.suite import load_suites
-from ragorder.kernels.store import ChunkStore
 from ragorder.trie.profile import PrefillProfile
 
 JSON = dict[str, Any]
@@ -218,22 +217,6 @@ def test_the_report_compares_only_seeds_that_both_arms_have(tmp_path: Path) -> N
 
 
 class TestChaos:
-    def test_damage_changes_files_and_a_store_refuses_them_all(self, tmp_path: Path) -> None:
-        store = ChunkStore(tmp_path / "disk", 1 << 22, "somebody")
-        keys = [b"key %d" % number for number in range(40)]
-        for key in keys:
-            assert store.write(key, key * 100, None)
-        store.close()
-        assert len(chunk_files(tmp_path / "disk")) == 40
-        assert damage(tmp_path / "disk", random.Random(0), share=1.0) == 40
-        store = ChunkStore(tmp_path / "disk", 1 << 22, "somebody")
-        for key in keys:
-            into = bytearray(len(key) * 100)
-            assert not store.read(key, memoryview(into))
-        refused = store.counters.refusals()
-        assert sum(refused.values()) == 40 and min(refused["checksum"], refused["truncated"]) > 0
-        store.close()
-
     def test_answers_are_compared_up_to_where_they_part(self) -> None:
         def answer(text: str, *logprobs: float, other: float = -2.0) -> Answer:
             likely = [{token: logprob, "~": other} for token, logprob in zip(text, logprobs, strict=True)]

@@ -106,20 +106,12 @@ chart = "searches"
 """
 
 
-def plan(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Job | Missing]:
+def plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Job | Missing]:
     monkeypatch.setitem(experiments(), "searches", Searches)
     with Store(folder) as store:
-        return list(Searches(Options(seeds=(0,), **options), store, "s", silent).plan(suite_of(SUITE)))
+        return list(Searches(Options(seeds=(0,)), store, "s", silent).plan(suite_of(SUITE)))
 
 
 def test_what_does_not_apply_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = [job for job in plan(tmp_path, monkeypatch) if isinstance(job, Job)]
     assert [(job.cell.size, job.policies) for job in jobs] == [(10, ("plain",)), (10, ("fast",)), (20, ("fast",))]
-
-
-def test_a_simulation_asks_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = plan(tmp_path, monkeypatch, engine="vllm")
-    assert {each.reason for each in found if isinstance(each, Missing)} == {
-        "the engine is simulated: run it without --engine"
-    }
-    assert len(found) == 3

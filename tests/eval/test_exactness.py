@@ -47,6 +47,22 @@ class TestLikeVLLM032:
         assert hits(sim(3), *UNFILLED) == [0, 0, 0, 0, 8]
         assert hits(sim(3, like="lru"), *UNFILLED) == [0, 0, 0, 0, 4]
 
+    def test_a_whole_prompt_asked_again_keeps_its_last_block_twice(self) -> None:
+        engine = sim(5)
+        assert hits(engine, A, A, B) == [0, 4, 0]
+        assert engine.evicted_blocks == 0, "three blocks of A's and two of B's"
+        hits(engine, ids(300, 4))
+        assert (engine.evicted_blocks, engine.cached_tokens(A)) == (1, 8), "the older one went, the other is found"
+        hits(engine, ids(400, 4))
+        assert (engine.evicted_blocks, engine.cached_tokens(A)) == (2, 4)
+
+    def test_an_answer_is_found_by_a_prompt_that_goes_on_from_it(self) -> None:
+        told, untold = sim(None), sim(None)
+        told.generate(ids(0, 6), answer=ids(6, 6))
+        untold.admit(ids(0, 6), 6)
+        assert hits(told, ids(0, 20)) == [12]
+        assert hits(untold, ids(0, 20)) == [4]
+
     def test_reset_forgets_duplicates(self) -> None:
         engine = sim(5)
         hits(engine, A, A, A)

@@ -108,6 +108,14 @@ class TestTheEngine:
             assert found == expected
             running.append((one, other))
 
+    @pytest.mark.parametrize("capacity", [None, 1_000])
+    def test_passes_over_documents_without_tokens(self, capacity: int | None) -> None:
+        engine = make_engine([0, 64, 32], [16], block_size=16, capacity_tokens=capacity, output_tokens=8)
+        found = [
+            engine.admit(PathPrompt(0, documents, 3))[0].cached_tokens for documents in ([0, 1], [1, 2], [1, 0, 2])
+        ]
+        assert found == [0, 80, 112]
+
     def test_does_not_grow_by_what_it_gave_up(self) -> None:
         engine = make_engine(range(1, 2_001), [16], block_size=16, capacity_tokens=4_096, output_tokens=8)
 

@@ -44,6 +44,7 @@ class TestALog:
             ([line("a", tokens=[length]) for length in (20, 10, 20, 10, 30)], [[0], [1], [0], [1], [2]]),
             ([line("a", prefix_tokens=5), line("a", prefix_tokens=6)], [[0], [1]]),
             ([line("a", tenant=name) for name in ("x", "y", "x", "")] + [line("a")], [[0], [1], [0], [2], [3]]),
+            ([b"\xef\xbb\xbf" + json.dumps(line("a")).encode(), b"", b"  \t", line("b"), b""], [[0], [1]]),
         ],
         ids=[
             "integers are no strings",
@@ -52,6 +53,7 @@ class TestALog:
             "a document of another length is another one",
             "so is one after another system prompt",
             "tenants share none",
+            "empty lines and a byte order mark",
         ],
     )
     def test_tells_documents_apart(self, lines: list[Any], found: list[list[int]]) -> None:
@@ -125,6 +127,11 @@ class TestALog:
         said = " ".join(invoke(written(tmp_path, line(texts)), "--no-sweep", "--capacity-tokens", "10k").output.split())
         assert "documents whose length is estimated from their text: 1" in said
         assert "documents without a length in the log: 2; each counts with the tokens of --document-tokens" in said
+
+    def test_may_be_an_open_file_which_stays_open(self) -> None:
+        data = io.BytesIO(packed(line("ab")))
+        assert rankings(read_log(data)) == [[0, 1]]
+        assert not data.closed
 
     def test_takes_less_than_200_bytes_a_request(self) -> None:
         count = length(20_000, 5_000)

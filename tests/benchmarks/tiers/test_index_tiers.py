@@ -80,6 +80,18 @@ def queries() -> Any:
     return clustered(200, 1)
 
 
+def test_results_of_both_tiers_are_merged(queries: Any) -> None:
+    index = inner_product()
+    tiers = tiers_of(CountedScan(), capacity_bytes=40_000)
+    search = search_with(index, tiers)
+    for row in range(100):
+        found = search.submit(queries[row], 5, history=History() if row % 2 else None).result()
+        distances, ids = index.search(queries[row : row + 1], 5, params=faiss.SearchParametersIVF(nprobe=9))
+        np.testing.assert_allclose(found.distances, distances, rtol=1e-4, atol=1e-5)
+        assert found.ids.tolist() == ids.tolist()
+    assert 0.2 < tiers.hit_share < 0.9
+
+
 @settings(max_examples=examples(100))
 @given(data=st.data(), cores=st.integers(1, 3), every=st.integers(1, 9), share=st.floats(0.02, 1.2))
 def test_whatever_is_held_and_whoever_joins(data: st.DataObject, cores: int, every: int, share: float) -> None:
@@ -90,8 +102,7 @@ def test_whatever_is_held_and_whoever_joins(data: st.DataObject, cores: int, eve
     handles = []
     for step in data.draw(st.lists(st.sampled_from(["join", "advance", "advance"]), max_size=60)):
         if step == "join":
-            history = data.draw(st.none() | st.builds(History))
-            handles.append(search.submit(queries[len(handles) % 30], 5, history=history))
+            handles.append(search.submit(queries[len(handles) % 30], 5))
         search.advance()
     while search.advance():
         pass
