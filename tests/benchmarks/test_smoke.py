@@ -43,7 +43,8 @@ def test_a_suite_runs_and_reports(name: str, corpora: Path, tmp_path: Path, monk
         # What is embedded is not kept.
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run_suites(tmp_path / "out", name, "--reduced", "--limit", 2, "--seeds", 0, "--corpora", corpora, **cell)
-    measured = {line["policy"] for line in result_lines(tmp_path / "out") if line.get("rows") or "scheduling" in line}
+    lines = result_lines(tmp_path / "out")
+    measured = {line["policy"] for line in lines if line.get("rows") or line.get("facts") or "scheduling" in line}
     missing = {line["policy"]: line["reason"] for line in result_lines(tmp_path / "out", "unavailable")}
     # Of the kernels, one runs on a CPU.
     assert measured >= ({"torch"} if short.kind == "attention" else set(short.policies)), missing
