@@ -192,7 +192,7 @@ def _glob(root: Path, pattern: str) -> set[Path]:
 def _tests(root: Path, mutant: Mutant) -> tuple[str, ...]:
     path = mutant.file.removesuffix(".py").removeprefix("ragorder/")
     name = ["ragorder", *path.split("/")]
-    files = sorted((root / "tests").glob("*/test_*.py"), key=lambda file: (file.stat().st_size, file.name))
+    files = sorted((root / "tests").rglob("test_*.py"), key=lambda file: (file.stat().st_size, file.name))
     texts = {file.relative_to(root).as_posix(): file.read_text("utf-8") for file in files}
     # What a package re-exports is tested under its name.
     while len(name) > 2:
