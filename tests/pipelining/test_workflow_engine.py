@@ -53,6 +53,18 @@ def prompts_for(folder: Path) -> tuple[PromptBuilder, WorkflowPrompts]:
     return builder, WorkflowPrompts(OrderedPrompts(orderer, builder, "token_ids"))
 
 
+class Recorded(EmbeddedStreams):
+    """Keeps the prompts that it was asked."""
+
+    def __init__(self, worker: EngineWorker) -> None:
+        super().__init__(worker)
+        self.asked: set[tuple[int, ...]] = set()
+
+    def stream(self, request: Any, /) -> Any:
+        self.asked.add(tuple(request.token_ids))
+        return super().stream(request)
+
+
 class Ranked:
     """Keeps the order of rank, which is the same whatever the cache holds."""
 
@@ -76,19 +88,18 @@ GRAPHS = [
 
 
 @pytest.mark.parametrize("max_generations", [None, 2])
-async def test_answers_are_those_of_the_interpreter_whatever_is_speculated_on(
+async def test_documents_prompts_and_answers_are_those_of_the_interpreter_whatever_is_speculated_on(
     folder: Path, worker: EngineWorker, max_generations: int | None
 ) -> None:
     index = small_index()
     _, ordered = prompts_for(folder)
-    engine, prompts = EmbeddedStreams(worker), Ranked(ordered)
+    plain, engine, prompts = Recorded(worker), Recorded(worker), Ranked(ordered)
 
     async def retrieve(query: str, topk: int) -> list[Document]:
         return [DOCUMENTS[id] for id in index.search(vector(query)[None], topk)[1][0]]
 
     expected = [
-        (await interpret(graph, "Which number?", engine=engine, prompts=prompts, retrieve=retrieve)).text
-        for graph in GRAPHS
+        await interpret(graph, "Which number?", engine=plain, prompts=prompts, retrieve=retrieve) for graph in GRAPHS
     ]
     with ContinuousIVF(index, cores=1, budget=Budget(1e-12)) as search:
         async with WorkflowServer(
@@ -103,7 +114,10 @@ async def test_answers_are_those_of_the_interpreter_whatever_is_speculated_on(
             max_generations=max_generations,
         ) as server:
             results = await asyncio.gather(*(server.run(graph, "Which number?") for graph in GRAPHS * 2))
-    assert [result.text for result in results] == expected * 2
+    assert [result.text for result in results] == [result.text for result in expected * 2]
+    assert [dict(result.state.items()) for result in results] == [dict(result.state.items()) for result in expected * 2]
+    # Speculation asks others as well.
+    assert plain.asked <= engine.asked
     assert any(piece.kind == "speculative" for result in results for piece in result.trace.pieces)
     assert worker.unfinished == 0
 
