@@ -16,11 +16,12 @@ from support.commands import run_command
 from support.placed_memory import make_model
 from support.rings import grid
 
-from ragorder.adapters.doctor.memory import choose_budgets
+from ragorder.adapters.doctor.memory import choose_budgets, estimated_costs
 from ragorder.cli import main
 from ragorder.cli.engine import engine as engine_command
 from ragorder.pipelining.placement.base import ModelSizes, Placement
 from ragorder.pipelining.placement.budgets import Budgets
+from ragorder.pipelining.placement.plan import plan_placement
 from ragorder.pipelining.placement.profile import GenerationSample, PlacementProfile
 
 doctor = partial(run_command, main, "doctor", "--memory")
@@ -198,6 +199,23 @@ class TestServing:
         assert options["--n-gpu-layers"] == str(planned["weights"]["device"])
         assert options["--parallel"] == str(planned["batch"])
         assert int(options["--ctx-size"]) >= planned["batch"] * 2176
+
+    def test_of_a_running_engine_is_the_one_it_is_given(self, folder: Path) -> None:
+        from ragorder.kernels.engine import EngineSettings, TieredEngine
+
+        tokens = {"prompt_tokens": 100, "answer_tokens": 20}
+        costs = estimated_costs(folder, None, tokens=tokens, device="cpu", dtype="float32")
+        plans = [plan_placement(Budgets(size, "700KiB"), costs) for size in ("4MiB", "6MiB", "40MiB")]
+        plans.append(plan_placement(Budgets("4MiB", "12MiB"), costs))
+        assert plans[3].kv_host_layers
+        assert plans[0].weights != plans[1].weights != plans[2].weights
+        settings = {**plans[0].engine_settings, "device": "cpu", "dtype": "float32", "verify": False}
+        with TieredEngine.load(folder, EngineSettings(**settings)) as engine:
+            for plan in (plans[1], plans[3], plans[2], plans[3], plans[0]):
+                engine.place(plan)
+                placed = engine.placement
+                assert (placed.weights, placed.kv, placed.slots) == (plan.weights, plan.kv, plan.slots)
+                assert placed.kv_host_layers == plan.kv_host_layers
 
     def test_of_quantised_weights_is_by_others(self, config: Path) -> None:
         config.write_text(json.dumps(CONFIG | {"quantization_config": {"quant_method": "awq", "bits": 4}}))

@@ -551,10 +551,12 @@ class TestLog:
 
     def test_level_is_that_of_this_package(self, run_serve: Run) -> None:
         """Other packages' lines have headers in them."""
+        before = logging.getLogger("httpcore2").getEffectiveLevel()
         try:
             assert run_serve(*SIZES, "--log-level", "info").exit_code == 0
             assert logging.getLogger("ragorder").getEffectiveLevel() == logging.INFO
-            assert logging.getLogger("httpcore2").getEffectiveLevel() >= logging.WARNING
+            # Ray, in another test, may have lowered it.
+            assert logging.getLogger("httpcore2").getEffectiveLevel() == before
         finally:
             logging.getLogger("ragorder").setLevel(logging.NOTSET)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Hashable, Iterator, Mapping, Sequence
@@ -598,3 +599,46 @@ class TestEmbeddedEngine:
         with pytest.raises(TypeError, match="presence_penalty"):
             request = prompts.preview(NodeQuestion("Go on.", options={"presence_penalty": 1}), [])
             await anext(streams.stream(request))
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+async def test_a_vllm_server(vllm_server: Any, vllm_model: Path, search: ContinuousIVF) -> None:
+    """The second round finds the documents of the first, which its query ranks in another order."""
+    openai = pytest.importorskip("openai")
+    from ragorder.adapters.openai.endpoint import OpenAIStreams
+    from ragorder.eval.engines.models import load_tokenizer
+
+    vllm_server.reset()
+    block_size = vllm_server.block_size
+    builder = PromptBuilder(SYSTEM, question_template="{query}", tokenizer=load_tokenizer(vllm_model))
+    orderer = Orderer(
+        tokens=builder.document_tokens,
+        block_size=block_size,
+        capacity_tokens=vllm_server.capacity_tokens,
+        prefix_tokens=builder.prefix_tokens,
+        strict=True,
+    )
+    graph = RAGraph("again")
+    graph.add_retrieval("search", query="query", topk=3).add_generation("guess", prompt="{query} {docs}", max_tokens=4)
+    graph.add_retrieval("more", query=lambda state: f"{state['query']} c c b", topk=3, output="others")
+    graph.add_generation("answer", prompt="{query} {others}", max_tokens=4)
+    for source, target in itertools.pairwise((START, "search", "guess", "more", "answer", END)):
+        graph.add_edge(source, target)
+    async with (
+        openai.AsyncOpenAI(base_url=f"{vllm_server.base_url}/v1", api_key="none", max_retries=0) as client,
+        ordered_workflows(
+            OpenAIStreams(client, "served"),
+            search,
+            embed,
+            DOCUMENTS.__getitem__,
+            orderer=orderer,
+            builder=builder,
+            warm_up=False,
+        ) as server,
+    ):
+        result = await server.run(graph.compile(), "a", scope="tenant")
+    assert ["".join(each.id for each in result.state[name]) for name in ("docs", "others")] == ["abc", "cab"]
+    _, second = (each for each in result.trace.pieces if each.worker == "engine" and each.kind == "due")
+    documents_end = builder.prefix_tokens + sum(map(builder.document_tokens, DOCUMENTS[:3]))
+    assert second.cached_tokens >= documents_end // block_size * block_size

@@ -30,6 +30,7 @@ from ragorder.kernels.preprocessing.builder import FusionBuilder, SourceDocument
 from ragorder.kernels.preprocessing.manifest import BuildError, Manifest, ManifestError
 from ragorder.kernels.preprocessing.neighbours import GivenNeighbours, Neighbours, PreprocessingSettings
 from ragorder.kernels.preprocessing.preprocessor import Prefill, Preprocessor
+from ragorder.kernels.store import StoreRefusedError
 from ragorder.kernels.store.format import ChunkName
 
 PREFIX = tokens(21, 1)
@@ -470,6 +471,18 @@ class TestAnotherCorpus:
 
 
 class TestRefused:
+    def test_another_models_folder(self, open_builder: Open, tmp_path: Path) -> None:
+        built(open_builder, corpus(2)).close()
+        before = files(tmp_path / "build")
+        other = small_model()
+        with torch.no_grad():
+            next(other.parameters())[0, 0] += 1
+        engines = [ENGINE.model_copy(update=update) for update in ({"dtype": "bfloat16"}, {"block_size": 32})]
+        for arguments in ({"of": other}, *({"engine": engine} for engine in engines)):
+            with pytest.raises(StoreRefusedError, match="another model, or of the same one set up differently"):
+                open_builder(**arguments)
+        assert files(tmp_path / "build") == before
+
     def test_a_disk_that_is_too_small_before_anything_is_computed(
         self, open_builder: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:

@@ -87,6 +87,16 @@ class TestAnswers:
             for seed, completions in zip((0, 0, 50), expected, strict=True):
                 check_same(engine.generate(requests(seed)), completions)
 
+    def test_to_prompts_longer_than_a_step_are_the_same_in_steps_of_the_same_size(self, small_folder: Path) -> None:
+        step = 16
+        long = [ask([tokens(5 * step, 1), tokens(step, 2)], tokens(7, 3)), ask([], tokens(3 * step + 1, 4))]
+        same = {"max_batch_tokens": step, "dtype": "bfloat16", "max_requests": 8}
+        with TieredEngine.load(small_folder, whole(**same)) as engine:
+            expected = engine.generate(long)
+        with TieredEngine.load(small_folder, streaming(small_folder, 2, **same)) as engine:
+            assert engine.placement.step_tokens == step
+            check_same(engine.generate(long), expected)
+
 
 class TestStream:
     def test_reads_each_layer_once_a_step_and_ahead_of_its_use(self, folder: Path) -> None:
