@@ -238,7 +238,10 @@ class TestLiteLLM:
             options["stream_options"] = {"include_usage": True}
         for names in ("abc", "cba"):
             answer = litellm.completion(model, [user(asked(names))], **options)
-            pieces = (each.choices[0].delta for each in answer) if stream else [answer.choices[0].message]
+            # A stream ends with a chunk of usage, without choices.
+            pieces = (
+                (each.choices[0].delta for each in answer if each.choices) if stream else [answer.choices[0].message]
+            )
             assert "".join(each.content or "" for each in pieces) == "yes"
         if base:
             assert cloud.last["messages"] == [user(asked("abc"))]
