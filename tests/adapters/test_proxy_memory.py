@@ -127,8 +127,8 @@ def test_memory_stays_below_a_gigabyte_under_all_attacks_together() -> None:
 
 @pytest.mark.slow
 def test_the_suite_measures_each_attack(tmp_path: Path) -> None:
-    run = ["eval", "run", "proxy-memory", "--reduced", "--seeds", "0", "-o", str(tmp_path)]
-    done = CliRunner().invoke(main, run)
+    small = [each for value in ("share=0.05", "seconds=1", "settled=1") for each in ("--set", value)]
+    done = CliRunner().invoke(main, ["eval", "run", "proxy-memory", *small, "--seeds", "0", "-o", str(tmp_path)])
     assert done.exit_code == 0, done.output
     lines = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
     found = {line["policy"]: line["rows"] for line in lines if line["type"] == "proxy-memory"}
