@@ -102,6 +102,7 @@ class VLLMServer:
         max_model_len: int = 2048,
         max_num_seqs: int = 64,
         prefix_caching: bool = True,
+        kv_events: bool = True,
         dtype: str | None = None,
         kv_transfer_config: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
@@ -143,9 +144,10 @@ class VLLMServer:
             "max-model-len": max_model_len,
             "max-num-batched-tokens": max(max_model_len, 8192),
             "max-num-seqs": max_num_seqs,
-            "kv-events-config": json.dumps(published),
             "load-format": load_format,
         }
+        if kv_events:
+            options["kv-events-config"] = json.dumps(published)
         if kv_transfer_config is not None:
             options["kv-transfer-config"] = json.dumps(kv_transfer_config)
         if middleware is not None:
