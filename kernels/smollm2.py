@@ -84,9 +84,11 @@ def _convert(source: Path, folder: Path) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+        from ragorder.kernels.models.loading import loading
+
     place, name = source.parent, source.name
     # Progress bars are for terminals.
-    with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
+    with loading(), nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
         tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name)
         model = AutoModelForCausalLM.from_pretrained(
             place, gguf_file=name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)

@@ -25,8 +25,8 @@ from ragorder.kernels.models.loading import (
     check_loaded,
     first_line,
     load_config,
+    loading,
     pick_device,
-    progress_on_terminals,
 )
 from ragorder.kernels.models.model import PatchedModel
 from ragorder.kernels.models.support import UnsupportedModelError, check_model, longest_exact_length
@@ -430,7 +430,7 @@ def _load(
     kind = type(empty)
     del empty, layers
     try:
-        with progress_on_terminals():
+        with loading():
             model, report = kind.from_pretrained(
                 None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
             )

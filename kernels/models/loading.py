@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ _logger = logging.getLogger("ragorder.kernels.engine")
 _OLD_HUB_NAME = re.compile(r"\w[\w.-]*")
 _HUB_NAME = re.compile(rf"{_OLD_HUB_NAME.pattern}/{_OLD_HUB_NAME.pattern}")
 _HUB_TIMEOUT_S = 10.0
+_loading = threading.RLock()
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -50,15 +52,20 @@ def pick_device(name: str | None) -> torch.device:
 
 
 @contextmanager
-def progress_on_terminals() -> Iterator[None]:
-    if sys.stderr.isatty() or not bars.is_progress_bar_enabled():
-        yield
-        return
-    bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        bars.enable_progress_bar()
+def loading(*, quiet: bool = False) -> Iterator[None]:
+    """Let one thread at a time load a model, with progress bars on terminals unless `quiet`.
+
+    transformers disables tied weights in its base class while it loads: threads side by side leave them disabled.
+    """
+    with _loading:
+        if not bars.is_progress_bar_enabled() or (sys.stderr.isatty() and not quiet):
+            yield
+            return
+        bars.disable_progress_bar()
+        try:
+            yield
+        finally:
+            bars.enable_progress_bar()
 
 
 def load_config(name: str | Path) -> Any:
@@ -80,7 +87,7 @@ def load_model(name: str | Path, settings: EngineSettings) -> Any:
     device = pick_device(settings.device)
     config = load_config(name)
     try:
-        with progress_on_terminals():
+        with loading():
             model, report = AutoModelForCausalLM.from_pretrained(
                 name, config=config, dtype=settings.dtype or "auto", output_loading_info=True
             )

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ragorder.kernels.model_sizes import ROWS, DecoderShape
+from ragorder.kernels.models.loading import loading
 from ragorder.kernels.models.support import UnsupportedModelError
 from ragorder.pipelining.placement.base import ModelSizes
 
@@ -76,7 +77,7 @@ class ModelMemory:
 
 
 def skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
-    with torch.device("meta"):
+    with loading(), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, **({} if dtype is None else {"dtype": dtype}))
 
 

@@ -44,23 +44,19 @@ class TextEncoder:
 
     def _load(self) -> Any:
         with needs("retrieval", "an embedding model"):
-            from transformers.utils import logging as progress
-        shown = progress.is_progress_bar_enabled()
-        progress.disable_progress_bar()
+            from ragorder.kernels.models.loading import loading
         try:
-            # sentence-transformers imports scikit-learn, pandas and datasets: 170 MiB and 10 s.
-            if (pooled := PooledEncoder.of(self.model)) is not None:
-                return pooled
-            with needs("retrieval", "an embedding model"):
-                import sentence_transformers
-            return sentence_transformers.SentenceTransformer(self.model)
+            with loading(quiet=True):
+                # sentence-transformers imports scikit-learn, pandas and datasets: 170 MiB and 10 s.
+                if (pooled := PooledEncoder.of(self.model)) is not None:
+                    return pooled
+                with needs("retrieval", "an embedding model"):
+                    import sentence_transformers
+                return sentence_transformers.SentenceTransformer(self.model)
         except OSError as error:
             raise OSError(
                 f"cannot load the embedding model {self.model!r} ({error}): give the folder of a model on this machine"
             ) from error
-        finally:
-            if shown:
-                progress.enable_progress_bar()
 
 
 class PooledEncoder:
