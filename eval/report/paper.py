@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ragorder.eval.report.words import THIN, cell_words, format_number, policy_words, signed
+from ragorder.eval.running.cells import PaperLine
 from ragorder.eval.running.record import Cell
-from ragorder.eval.running.suite import PaperLine, Suite
+from ragorder.eval.running.suite import Suite
 
 
 def paper_heading(suite: Suite, cell: Cell | None) -> list[str]:

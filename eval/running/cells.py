@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Self, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 
 from ragorder.common.counts import parse_count
 from ragorder.errors import RagorderError
 from ragorder.eval.data.names import unknown
+from ragorder.eval.running.policies import POLICIES
+from ragorder.eval.running.record import Cell
 
 STRICT = ConfigDict(extra="forbid", frozen=True)
 
@@ -111,6 +113,43 @@ class Display(BaseModel):
     chart: str
     x: str | None = None
     metrics: tuple[str, ...] = ()
+
+
+class PaperLine(BaseModel):
+    """A row of the paper's numbers: further fields are figures, or parameters of the cell."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    policy: str | None = None
+    label: str | None = None
+    hardware: str = ""
+    unit: str = ""
+    note: str = ""
+    cell: Cell = {}
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        if self.policy is None and self.label is None:
+            raise ValueError("a row of the paper's has a policy or a label")
+        if self.policy is not None and self.policy not in POLICIES:
+            raise ValueError(f"unknown policy {self.policy!r}: give a label instead")
+        wrong = [name for name, value in self.figures.items() if isinstance(value, bool | list | dict)]
+        if wrong:
+            raise ValueError(f"{wrong[0]}: a figure is a number or a text")
+        return self
+
+    @property
+    def figures(self) -> Mapping[str, Any]:
+        return self.model_extra or {}
+
+    def split(self, parameters: Collection[str]) -> Self:
+        """Return the row with the figures that are parameters in its cell."""
+        at = {name: value for name, value in self.figures.items() if name in parameters}
+        kept = {name: value for name, value in self if name not in at}
+        return self.model_construct(**{**kept, "cell": {**self.cell, **at}})
+
+    def matches(self, cell: Cell) -> bool:
+        return all(name not in cell or cell[name] == value for name, value in self.cell.items())
 
 
 class Reduced(BaseModel):

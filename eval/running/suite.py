@@ -22,18 +22,17 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from ragorder.common.extras import install_hint
 from ragorder.common.jsonl import decode_toml
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.corpora.loader import CorpusLoader
 from ragorder.eval.data.names import unknown
-from ragorder.eval.running.cells import STRICT, Display, Reduced, SuiteCell, SuiteError, complaint
+from ragorder.eval.running.cells import STRICT, Display, PaperLine, Reduced, SuiteCell, SuiteError, complaint
 from ragorder.eval.running.load import Progress, silent
 from ragorder.eval.running.options import Options
-from ragorder.eval.running.policies import POLICIES
-from ragorder.eval.running.record import Cell, Record, declared_record
+from ragorder.eval.running.record import Record, declared_record
 from ragorder.eval.running.store import Store
 
 PAPERS = ("RAGCache++", "RAGCache", "FusionRAG", "HedraRAG", "RAGDoll")
@@ -45,43 +44,6 @@ _HOMES = ("ragorder.eval.suites", "ragorder.benchmarks")
 """The second is not in the wheel."""
 _OTHERS = ("ragorder.eval.replay.tables", "ragorder.eval.suites.pipelining.record")
 """Modules with kinds of records that no suite measures."""
-
-
-class PaperLine(BaseModel):
-    """A row of the paper's numbers: further fields are figures, or parameters of the cell."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    policy: str | None = None
-    label: str | None = None
-    hardware: str = ""
-    unit: str = ""
-    note: str = ""
-    cell: Cell = {}
-
-    @model_validator(mode="after")
-    def _named(self) -> Self:
-        if self.policy is None and self.label is None:
-            raise ValueError("a row of the paper's has a policy or a label")
-        if self.policy is not None and self.policy not in POLICIES:
-            raise ValueError(f"unknown policy {self.policy!r}: give a label instead")
-        wrong = [name for name, value in self.figures.items() if isinstance(value, bool | list | dict)]
-        if wrong:
-            raise ValueError(f"{wrong[0]}: a figure is a number or a text")
-        return self
-
-    @property
-    def figures(self) -> Mapping[str, Any]:
-        return self.model_extra or {}
-
-    def split(self, parameters: Collection[str]) -> Self:
-        """Return the row with the figures that are parameters in its cell."""
-        at = {name: value for name, value in self.figures.items() if name in parameters}
-        kept = {name: value for name, value in self if name not in at}
-        return self.model_construct(**{**kept, "cell": {**self.cell, **at}})
-
-    def matches(self, cell: Cell) -> bool:
-        return all(name not in cell or cell[name] == value for name, value in self.cell.items())
 
 
 class Suite(BaseModel):

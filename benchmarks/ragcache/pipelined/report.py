@@ -22,9 +22,10 @@ from ragorder.eval.report.words import (
     signed,
     verdict_words,
 )
+from ragorder.eval.running.cells import PaperLine
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import key_of
-from ragorder.eval.running.suite import PaperLine, Suite
+from ragorder.eval.running.suite import Suite
 
 if TYPE_CHECKING:
     from ragorder.eval.running.record import Floats
