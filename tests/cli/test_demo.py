@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import invoke, refusal
+from support.commands import MISSING, invoke, refusal
 from support.rings import grid
 from support.waiting import eventually
 
@@ -18,20 +18,6 @@ from ragorder.eval.cli.progress import progress_bar
 from ragorder.eval.engines.base import EngineCompletion
 from ragorder.eval.report.demo import DemoReport, Pair
 from ragorder.eval.running.runner import Served
-
-MISSING = (
-    "torch",
-    "vllm",
-    "faiss",
-    "transformers",
-    "sentence_transformers",
-    "bm25s",
-    "langchain",
-    "scipy",
-    "matplotlib",
-    "numpy",
-)
-
 
 Side = tuple[str, int, float]
 """A served request: its documents, a letter each, its cached tokens and the milliseconds to its first token."""

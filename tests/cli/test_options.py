@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 from pydantic import BaseModel, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
-from support.commands import every_command, invoke, lines, refusal
+from support.commands import MISSING, every_command, invoke, lines, refusal
 
 from ragorder.cli import main
 from ragorder.cli.options import Command, build, option, options_from, section
@@ -179,20 +179,6 @@ def owner_of(call: str) -> tuple[str, ...]:
     """The command that is called by some words: its name, and that of its group."""
     words = tuple(takewhile(lambda word: not word.startswith("-"), call.split()))
     return max((words[:count] for count in range(len(words) + 1) if words[:count] in COMMANDS), key=len)
-
-
-MISSING = (
-    "torch",
-    "vllm",
-    "faiss",
-    "transformers",
-    "sentence_transformers",
-    "bm25s",
-    "langchain",
-    "scipy",
-    "matplotlib",
-    "numpy",
-)
 
 
 class TestEveryCommand:

@@ -13,6 +13,12 @@ from click.testing import CliRunner, Result
 
 from ragorder.cli.main import main
 
+MISSING = (
+    *("torch", "vllm", "faiss", "transformers", "sentence_transformers", "bm25s", "langchain", "scipy", "matplotlib"),
+    "numpy",
+)
+"""Packages of extras, which most commands do without."""
+
 
 def every_command(
     command: click.Command = main, path: tuple[str, ...] = ()
