@@ -86,8 +86,9 @@ class VLLMServer:
         with VLLMServer(model, blocks=2048) as server: ...
 
     A stopped server starts again on the same ports. Development routes (`/reset_prefix_cache`) are on. `dtype` None is
-    bfloat16 where that is fast, else float32; `environment` is added to this process's variables; `middleware` is the
-    name of a class. Without `eager` it compiles the model and captures CUDA graphs, as vLLM does by default.
+    bfloat16 where that is fast, else float32; without `kv_events` it publishes none; `environment` is added to this
+    process's variables; `middleware` is the name of a class. Without `eager` it compiles the model and captures CUDA
+    graphs, as vLLM does by default.
     Raises EngineError, with the end of the server's log, if it does not start."""
 
     model_name = "served"

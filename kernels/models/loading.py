@@ -26,8 +26,8 @@ _logger = logging.getLogger("ragorder.kernels.engine")
 _OLD_HUB_NAME = re.compile(r"\w[\w.-]*")
 _HUB_NAME = re.compile(rf"{_OLD_HUB_NAME.pattern}/{_OLD_HUB_NAME.pattern}")
 _HUB_TIMEOUT_S = 10.0
-_loading = threading.RLock()
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
+_loading = threading.RLock()
 
 
 class ModelLoadError(RagorderError, ValueError):
