@@ -44,10 +44,18 @@ def documents_of(node: Generation, state: State) -> tuple[Any, ...]:
     found = [document for name in node.documents for document in _documents(state[name])]
     if len(node.documents) < 2:
         return tuple(found)
-    once: dict[Any, Any] = {}
+    once: list[Any] = []
     for document in found:
-        once.setdefault(getattr(document, "key", id(document)), document)
-    return tuple(once.values())
+        if not any(_same(document, other) for other in once):
+            once.append(document)
+    return tuple(once)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """By their keys, else as wholes: whether two searches return the same object depends on what is kept of one."""
+    key, seen = getattr(one, "key", one), getattr(other, "key", other)
+    # An array compares to an array.
+    return key is seen or (key == seen) is True
 
 
 def query_of(node: Retrieval, state: State) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -36,6 +37,19 @@ async def run(graph: CompiledGraph, engine: ScriptedEngine | None = None, **opti
         return await interpret(graph, QUESTION, **parts)
     finally:
         assert parts["prompts"].open == 0
+
+
+@dataclass(eq=False)
+class Keyed:
+    key: int
+
+
+@dataclass
+class ArrayLike:
+    number: int
+
+    def __eq__(self, other: object) -> Any:
+        return [True]
 
 
 def nothing(_: State) -> dict[str, Any]:
@@ -324,15 +338,18 @@ class TestRuns:
         assert (question.scope, question.max_tokens, question.temperature) == ("tenant", 7, 0.5)
         assert question.options == {"stop": ["."]}
 
-    def test_documents_of_two_searches_are_shown_once_each(self) -> None:
+    @pytest.mark.parametrize("kind", [str, Keyed, lambda number: {"text": number}, ArrayLike])
+    def test_documents_of_two_searches_are_shown_once_each(self, kind: Any) -> None:
+        """Equal ones too, and no other: a search that is repeated may return the same object or another."""
         graph = RAGraph().add_retrieval("one", query="query", output="left").add_retrieval("two", query="query")
         graph.add_generation(
             "answer", prompt=lambda state: f"{state['left']}|{state['docs']}", documents=["left", "docs"]
         )
         node = chain(graph, "one", "two", "answer").compile().nodes["answer"]
-        shared, own = object(), object()
-        state = State.of(QUESTION).updated({"left": (shared,), "docs": (own, shared)})
-        assert documents_of(node, state) == (shared, own)
+        shared, own = kind(1000), kind(1001)
+        again = shared if kind is ArrayLike else kind(1000)
+        state = State.of(QUESTION).updated({"left": (shared,), "docs": (own, again)})
+        assert list(map(id, documents_of(node, state))) == [id(shared), id(own)]
         assert question_of(node, state).text == "the documents above|the documents above"
 
     async def test_side_by_side_branches_do_not_see_each_other_and_meet(self) -> None:
