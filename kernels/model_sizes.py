@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ragorder.common.jsonl import decode
-from ragorder.pipelining.placement.base import ModelSizes
-
-ROWS = 64
-"""Default number of requests with logits in one step."""
+from ragorder.pipelining.placement.base import ROWS, ModelSizes
 
 
 def read_width(config: Mapping[str, Any], where: str, *names: str, default: int | None = None) -> int:
@@ -81,21 +78,18 @@ class DecoderShape:
         itemsize: int,
         *,
         block_tokens: int,
-        rows: int | None = None,
         longest: int | None = None,
         staging: int = 0,
     ) -> ModelSizes:
-        """Return the sizes of a model with these weights. Any step has logits of `rows` requests (None: its own)."""
-        most = rows or ROWS
-        # The workspace is linear up to `most` tokens, and beyond.
-        steps = sorted({1, most, 2 * most})
+        """Return the sizes of a model with these weights."""
+        # The workspace is linear up to ROWS tokens, and beyond.
+        steps = (1, ROWS, 2 * ROWS)
         return ModelSizes(
             layers=tuple(layers),
             outside=outside,
             kv_token=self.kv_token(itemsize),
-            step_bytes=tuple((step, self.workspace(step, itemsize, most)) for step in steps),
-            step_rows=most,
-            row_bytes=0 if rows else self.row_bytes(itemsize),
+            step_bytes=tuple((step, self.workspace(step, itemsize)) for step in steps),
+            row_bytes=self.row_bytes(itemsize),
             itemsize=itemsize,
             block_tokens=block_tokens,
             staging=staging,

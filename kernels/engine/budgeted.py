@@ -6,7 +6,7 @@ import logging
 from collections import abc
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,6 @@ def _place(
     sizes = weights.sizes(
         slot=slot,
         block_tokens=settings.block_size,
-        rows=settings.max_requests,
         longest=settings.max_model_len or longest_exact_length(model),
         staging=STAGES * max(slot, *weights.layers) if gpu else 0,
     )
@@ -100,8 +99,7 @@ def _place(
         step_tokens=settings.max_batch_tokens,
     )
     placed = plan_placement(budgets, costs, backlog=settings.max_requests, held=held)
-    # Requests shorter than planned ones run in larger batches.
-    return replace(placed, batch=min(settings.max_requests, placed.step_tokens))
+    return placed.with_requests(settings.max_requests)
 
 
 class StreamedMemory:

@@ -8,10 +8,10 @@ from typing import Any, Self
 import torch
 from transformers import AutoModelForCausalLM
 
-from ragorder.kernels.model_sizes import ROWS, DecoderShape
+from ragorder.kernels.model_sizes import DecoderShape
 from ragorder.kernels.models.loading import loading
 from ragorder.kernels.models.support import UnsupportedModelError
-from ragorder.pipelining.placement.base import ModelSizes
+from ragorder.pipelining.placement.base import ROWS, ModelSizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,9 @@ _PASSING = 2
 KV_BUFFERS = 2
 """Buffers on the device for layers with KV in host memory."""
 
+ROWS = 64
+"""Default number of requests with logits in one step."""
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -90,7 +93,7 @@ class ModelSizes(_Sizes):
     """Bytes of decoder layers, of other weights (`outside`, on the device), and of a token's KV.
 
     `step_bytes`: points (tokens, bytes) of the workspace H, the memory of a step besides weights and KV, with logits of
-    `step_rows` requests, `row_bytes` each (0: not known). `staging`: host memory that streamed layers pass. `longest`:
+    ROWS requests, `row_bytes` each (0: not known). `staging`: host memory that streamed layers pass. `longest`:
     the most tokens of a request, None for any number.
     """
 
@@ -98,7 +101,6 @@ class ModelSizes(_Sizes):
     outside: _Bytes
     kv_token: int = Field(gt=0)
     step_bytes: Curve = Field(min_length=1)
-    step_rows: int = Field(default=64, ge=1)
     row_bytes: _Bytes = 0
     itemsize: int = Field(default=2, gt=0)
     block_tokens: int = Field(default=16, gt=0)
@@ -119,10 +121,10 @@ class ModelSizes(_Sizes):
         return sum(self.layers) + self.outside
 
     def workspace(self, tokens: int, requests: int | None = None) -> int:
-        """Return H for a step of at most `requests` requests (default: `step_rows`)."""
+        """Return H for a step of at most `requests` requests (default: ROWS)."""
         known = round(_value(self.step_bytes, max(tokens, self.step_bytes[0][0])))
-        rows = self.step_rows if requests is None else requests
-        return known + (min(rows, tokens) - min(self.step_rows, tokens)) * self.row_bytes
+        rows = ROWS if requests is None else requests
+        return known + (min(rows, tokens) - min(ROWS, tokens)) * self.row_bytes
 
     def kv(self, tokens: int, requests: int = 1) -> int:
         """Return the bytes of KV in blocks; each request may end inside a block."""

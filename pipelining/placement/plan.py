@@ -116,6 +116,21 @@ class PlannedPlacement(Placement):
         }
         return settings | ({"disk_bytes": self.kv.disk} if self.kv.disk else {})
 
+    def with_requests(self, most: int) -> Placement:
+        """Return the placement with room for up to `most` requests, if they turn out shorter than planned ones.
+
+        Logits of more requests take unused memory of the device, then KV that is there, up to that of one request.
+        Where that is short, the batch is as many as fit.
+        """
+        model, block = self.costs.model, self.costs.model.kv(1)
+        unused = self.budgets.device_bytes - self.footprint.total(self).device
+        beyond = 0 if self.kv_host_layers else self.kv.device - model.kv(self.costs.workload.kv_tokens(1))
+        more = min(most, self.step_tokens) - self.batch
+        if model.row_bytes:
+            more = min(more, (unused + beyond // block * block) // model.row_bytes)
+        blocks = -(-max(0, more * model.row_bytes - unused) // block)
+        return replace(self, batch=self.batch + more, kv=replace(self.kv, device=self.kv.device - blocks * block))
+
     def explain(self) -> str:
         costs, weights, partitions = self.costs, self.weights, len(self.costs.index.partitions)
         index = f"; of {partitions} partitions of the index {self.partitions} stay in host memory" if partitions else ""

@@ -19,8 +19,9 @@ from support.rings import grid
 from ragorder.adapters.doctor.memory import choose_budgets, estimated_costs
 from ragorder.cli import main
 from ragorder.cli.engine import engine as engine_command
-from ragorder.pipelining.placement.base import ModelSizes, Placement
+from ragorder.pipelining.placement.base import NO_INDEX, ModelSizes, Placement
 from ragorder.pipelining.placement.budgets import Budgets
+from ragorder.pipelining.placement.costs import Footprint
 from ragorder.pipelining.placement.plan import plan_placement
 from ragorder.pipelining.placement.profile import GenerationSample, PlacementProfile
 
@@ -145,11 +146,19 @@ class TestServing:
         assert placed.kv_host_share == planned["kv_host_share"]
 
     @pytest.mark.parametrize(
-        ("device", "host", "more"),
-        grid([("60MiB", "8MiB", ()), ("12MiB", "60MiB", ()), ("34MiB", "0", ("--max-model-len", "500"))], few=2),
+        ("device", "host", "requests", "more"),
+        grid(
+            [
+                ("60MiB", "8MiB", 64, ()),
+                ("12MiB", "60MiB", 2, ()),
+                ("34MiB", "0", 64, ("--max-model-len", "500")),
+                ("32MiB", "0", 39, ()),
+            ],
+            few=2,
+        ),
     )
     def test_by_budgets_alone_is_placed_as_planned_with_room_for_more_requests(
-        self, device: str, host: str, more: Sequence[str], folder: Path
+        self, device: str, host: str, requests: int, more: Sequence[str], folder: Path
     ) -> None:
         options = ("--model", folder, "--device-bytes", device, "--host-bytes", host)
         options += ("--dtype", "float32", "--device", "cpu")
@@ -160,9 +169,11 @@ class TestServing:
         placed, planned = self.placed([*map(str, options), *more]), found["placement"]
         same = ("weights", "kv_host_layers", "step_tokens", "slots")
         assert {name: asdict(placed)[name] for name in same} == {name: planned[name] for name in same}
-        # The logits of more requests take what was left, or of the KV.
-        assert placed.batch == 64 >= planned["batch"]
+        # The logits of more requests take what was left, then KV down to one of a request.
+        assert placed.batch == requests > planned["batch"]
         assert 0.9 * planned["kv"]["device"] < placed.kv.device <= planned["kv"]["device"]
+        sizes = estimated_costs(folder, None, tokens={}, device="cpu", dtype="float32").model
+        assert Footprint(sizes, NO_INDEX).fits(placed, Budgets(device, host))
 
     def test_by_options_that_are_given_has_them(self, folder: Path) -> None:
         from ragorder.kernels.engine import EngineSettings, TieredEngine
