@@ -153,6 +153,7 @@ def engine(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield engine
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("in_place", [True, False], ids=["on a CPU", "as on a GPU"])
 def test_ten_thousand_failures(
     in_place: bool, engine: TieredEngine, requests: Requests, monkeypatch: pytest.MonkeyPatch
