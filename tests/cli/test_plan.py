@@ -177,7 +177,7 @@ class TestRefusals:
         done = python("-c", limited, "plan", requests, "-o", tmp_path / "plan", "--workers", "1")
         said = " ".join(done.stderr.split())
         assert done.returncode == 1
-        assert f"cannot be written to {tmp_path / 'plan'} (File too large): name a folder elsewhere" in said
+        assert f"cannot be written to {tmp_path / 'plan'} (disk I/O error): name a folder elsewhere" in said
         assert not (tmp_path / "plan").exists()
 
     def test_a_shard_larger_than_the_memory_is_refused_with_the_number_that_fits(

@@ -7,15 +7,14 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import threading
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -23,7 +22,7 @@ from typing import IO, Any, TypeVar
 import click
 
 from ragorder.cli.planning.requests import RequestToOrder, order_line, read_requests
-from ragorder.cli.planning.spill import Row, Spill, SpillWriter
+from ragorder.cli.planning.store import RequestStore
 from ragorder.common.request_lines import UnreadFields
 from ragorder.errors import RagorderError
 from ragorder.trie.shards import PlannedRequest, ShardPaths, ShardRequest, plan_requests
@@ -72,15 +71,15 @@ def plan_file(
             f"another `ragorder plan` writes to {path}, or was killed: name another folder, or delete {work}"
         ) from None
     try:
-        manifest = _Run(work, options, progress).manifest(source, unread)
+        with RequestStore(work) as store:
+            manifest = _Run(work, store, options, progress).manifest(source, unread)
         for shard in manifest["shards"]:
             os.replace(work / shard["file"], path / shard["file"])
         os.replace(work / "manifest.json", path / "manifest.json")
         return manifest
-    except OSError as error:
-        raise PlanError(
-            f"the plan cannot be written to {path} ({error.strerror or error}): name a folder elsewhere"
-        ) from error
+    except (OSError, sqlite3.Error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise PlanError(f"the plan cannot be written to {path} ({reason}): name a folder elsewhere") from error
     except (BrokenProcessPool, MemoryError):
         raise PlanError("memory ran out, or a process was ended: give fewer --workers or more --shards") from None
     finally:
@@ -92,9 +91,8 @@ def plan_file(
 
 
 class _Run:
-    def __init__(self, work: Path, options: PlanOptions, progress: Progress) -> None:
-        self._work, self._options, self._progress = work, options, progress
-        self._whole = Spill(work, "requests")
+    def __init__(self, work: Path, store: RequestStore, options: PlanOptions, progress: Progress) -> None:
+        self._work, self._store, self._options, self._progress = work, store, options, progress
         self._memory = int(_PLANNING_SHARE * options.memory_bytes)
         self._requests = self._documents = 0
 
@@ -118,34 +116,43 @@ class _Run:
 
     def _read(self, source: IO[bytes], unread: UnreadFields) -> None:
         tokens = self._options.document_tokens
-        with SpillWriter([self._whole]) as spill:
-            for request in read_requests(source, tokens, unread=unread, progress=self._progress):
-                numbers, text = _spilled(request)
-                spill.add(Row(request.index, len(text), numbers), text)
-                self._requests += 1
-                self._documents += len(numbers.documents)
-        # Requests as they are dealt, beside those that were read; results are about as long.
-        needed, free = self._whole.size, shutil.disk_usage(self._work).free
+        self._store.write(
+            self._noted(request) for request in read_requests(source, tokens, unread=unread, progress=self._progress)
+        )
+        # Results are about as long.
+        needed, free = self._store.path.stat().st_size, shutil.disk_usage(self._work).free
         if free < needed:
             raise PlanError(
                 f"the disk of {self._work.parent} has {free / 2**20:,.1f} MiB free, and the plan needs "
                 f"{needed / 2**20:,.1f} MiB more: make room, or name a folder on another disk"
             )
 
+    def _noted(self, request: RequestToOrder) -> tuple[int, ShardRequest, bytes]:
+        documents = request.documents
+        self._requests += 1
+        self._documents += len(documents)
+        # Names as text that is the same in every process.
+        names = [repr(document.key) for document in documents]
+        scope = None if request.scope == (None, None) else repr(request.scope)
+        numbers = ShardRequest.of(names, [document.token_count for document in documents], scope)
+        return request.index, numbers, json.dumps([request.echo, request.ids]).encode()
+
     def _deal(self) -> list[int]:
         """Return each shard's number of documents."""
         shards = self._options.shards or max(1, -(-self._documents // _DOCUMENTS_PER_SHARD))
         self._refuse_large(int(_LARGEST * self._documents / shards), shards)
-        passes = _Passes(lambda: (row.request for row in self._whole.rows()), self._requests, self._progress)
+        passes = _Passes(self._store, self._requests, self._progress)
         paths = ShardPaths.of(passes, shards, most_documents=self._options.memory_bytes // _COUNTED_BYTES)
         sizes = [0] * shards
-        with SpillWriter([Spill(self._work, _name(shard)) for shard in range(shards)]) as dealt:
-            rows = self._whole.rows_with_texts()
-            for row, text in _counted(rows, self._requests, "dealing requests", self._progress):
-                shard = paths.shard(row.request, row.number)
-                dealt.add(row, text, shard)
-                sizes[shard] += len(row.request.documents)
-        self._whole.remove()
+
+        def dealt() -> Iterator[tuple[int, int]]:
+            stored = self._store.requests()
+            for number, request in _counted(stored, self._requests, "dealing requests", self._progress):
+                shard = paths.shard(request, number)
+                sizes[shard] += len(request.documents)
+                yield shard, number
+
+        self._store.deal(dealt())
         # Shards have about equally many tokens, of a few long documents or of many short ones.
         self._refuse_large(max(sizes), shards)
         return sizes
@@ -171,14 +178,15 @@ class _Run:
 
 
 class _Passes:
-    def __init__(self, requests: Callable[[], Iterator[ShardRequest]], total: int, progress: Progress) -> None:
-        self._requests, self._total, self._progress = requests, total, progress
+    def __init__(self, store: RequestStore, total: int, progress: Progress) -> None:
+        self._store, self._total, self._progress = store, total, progress
         self._passes = 0
 
     def __iter__(self) -> Iterator[ShardRequest]:
         self._passes += 1
         label = "counting documents" if self._passes == 1 else f"grouping requests, pass {self._passes - 1}"
-        return _counted(self._requests(), self._total, label, self._progress)
+        requests = (request for _, request in self._store.requests())
+        return _counted(requests, self._total, label, self._progress)
 
 
 def _counted(items: Iterable[T], total: int, label: str, progress: Progress) -> Iterator[T]:
@@ -188,15 +196,6 @@ def _counted(items: Iterable[T], total: int, label: str, progress: Progress) -> 
         while done < min(_STEPS, number * _STEPS // max(1, total)):
             advance()
             done += 1
-
-
-def _spilled(request: RequestToOrder) -> tuple[ShardRequest, bytes]:
-    documents = request.documents
-    # Names as text that is the same in every process.
-    names = [repr(document.key) for document in documents]
-    scope = None if request.scope == (None, None) else repr(request.scope)
-    numbers = ShardRequest.of(names, [document.token_count for document in documents], scope)
-    return numbers, json.dumps([request.echo, request.ids]).encode()
 
 
 def _in_processes(work: Path, shards: Sequence[int], processes: int) -> Iterator[dict[str, Any]]:
@@ -238,25 +237,19 @@ def _end_with_parent() -> None:
 
 
 def plan_shard(work: Path, shard: int) -> dict[str, Any]:
-    spill, file = Spill(work, _name(shard)), f"{_name(shard)}.jsonl"
-    rows = list(spill.rows())
-    starts = array("Q", accumulate((row.text_bytes for row in rows), initial=0))
-    figures: dict[str, Any] = {"file": file, "requests": len(rows), "documents": 0, "tokens": 0, "saved_tokens": 0}
-    with _no_collection(), (work / file).open("wb") as output, spill.texts_path.open("rb") as texts:
-        for planned in plan_requests([row.request for row in rows]):
-            row = rows[planned.number]
-            texts.seek(starts[planned.number])
-            line = _line(row.number, texts.read(row.text_bytes), planned)
+    file = f"shard-{shard:05}.jsonl"
+    with _no_collection(), (work / file).open("wb") as output, RequestStore(work) as store:
+        stored = list(store.requests(shard))
+        figures: dict[str, Any] = {"file": file, "requests": len(stored)}
+        figures |= dict.fromkeys(("documents", "tokens", "saved_tokens"), 0)
+        for planned in plan_requests([request for _, request in stored]):
+            number, request = stored[planned.number]
+            line = _line(number, store.text(number), planned)
             output.write(json.dumps(line).encode() + b"\n")
-            figures["documents"] += len(row.request.documents)
-            figures["tokens"] += sum(row.request.tokens)
+            figures["documents"] += len(request.documents)
+            figures["tokens"] += sum(request.tokens)
             figures["saved_tokens"] += planned.shared_tokens
-    spill.remove()
     return figures
-
-
-def _name(shard: int) -> str:
-    return f"shard-{shard:05}"
 
 
 @contextmanager

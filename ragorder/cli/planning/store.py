@@ -1,89 +1,62 @@
-"""Requests on disk: numbers in one file, texts of results in another."""
+"""Requests of a plan, in an SQLite file beside its shards."""
 
 from __future__ import annotations
 
+import sqlite3
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from struct import Struct
-from typing import NamedTuple, Self
+from typing import Self
 
 from ragorder.trie.shards import ShardRequest
 
-# Number in the input, tenant or -1, bytes of text, documents.
-_HEADER = Struct("<QqQI")
+_TABLES = """
+create table requests (number integer primary key, documents blob, tokens blob, scope integer);
+create table results (number integer primary key, text blob);
+create table shards (shard integer, number integer, primary key (shard, number)) without rowid;
+"""
+_ALL = "select number, documents, tokens, scope from requests order by number"
+_OF_A_SHARD = """
+select number, documents, tokens, scope from shards join requests using (number) where shard = ? order by number
+"""
 # No prompt is longer.
 _MOST_TOKENS = 1 << 40
-# Of one file, and of all.
-_BUFFER_BYTES = 1 << 16
-_BUFFERED_BYTES = 1 << 27
 
 
-class Row(NamedTuple):
-    number: int
-    text_bytes: int
-    request: ShardRequest
+class RequestStore:
+    """Requests and their texts by number. One process writes; then any may read. Raises sqlite3.Error."""
 
-    def encoded(self) -> bytes:
-        documents, tokens, scope = self.request
-        words = array("Q", documents)
-        words.extend(min(each, _MOST_TOKENS) for each in tokens)
-        header = _HEADER.pack(self.number, -1 if scope is None else scope, self.text_bytes, len(documents))
-        return header + words.tobytes()
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "requests.sqlite"
+        self._file = sqlite3.connect(self.path)
+        # A plan that is not finished is of no use.
+        self._file.executescript("pragma journal_mode = off; pragma synchronous = off")
 
+    def write(self, requests: Iterable[tuple[int, ShardRequest, bytes]]) -> None:
+        with self._file as file:
+            file.executescript(_TABLES)
+            for number, (documents, tokens, scope), text in requests:
+                arrays = array("Q", documents), array("Q", (min(each, _MOST_TOKENS) for each in tokens))
+                file.execute("insert into requests values (?, ?, ?, ?)", (number, *arrays, scope))
+                file.execute("insert into results values (?, ?)", (number, text))
 
-class Spill:
-    def __init__(self, folder: Path, name: str) -> None:
-        self.rows_path = folder / f"{name}.rows"
-        self.texts_path = folder / f"{name}.texts"
+    def deal(self, shards: Iterable[tuple[int, int]]) -> None:
+        """Write pairs of a shard and the number of a request."""
+        with self._file as file:
+            file.executemany("insert into shards values (?, ?)", shards)
 
-    @property
-    def size(self) -> int:
-        return self.rows_path.stat().st_size + self.texts_path.stat().st_size
+    def requests(self, shard: int | None = None) -> Iterator[tuple[int, ShardRequest]]:
+        """Yield the requests of a shard, or all, by ascending number."""
+        found = self._file.execute(_ALL) if shard is None else self._file.execute(_OF_A_SHARD, (shard,))
+        for number, documents, tokens, scope in found:
+            yield number, ShardRequest(array("Q", documents), array("Q", tokens), scope)
 
-    def rows(self) -> Iterator[Row]:
-        with self.rows_path.open("rb") as file:
-            while header := file.read(_HEADER.size):
-                number, scope, text_bytes, documents = _HEADER.unpack(header)
-                words = array("Q")
-                words.frombytes(file.read(2 * documents * words.itemsize))
-                request = ShardRequest(words[:documents], words[documents:], None if scope < 0 else scope)
-                yield Row(number, text_bytes, request)
-
-    def rows_with_texts(self) -> Iterator[tuple[Row, bytes]]:
-        with self.texts_path.open("rb") as texts:
-            for row in self.rows():
-                yield row, texts.read(row.text_bytes)
-
-    def remove(self) -> None:
-        for path in (self.rows_path, self.texts_path):
-            path.unlink(missing_ok=True)
-
-
-class SpillWriter:
-    """Writes requests into several spills, even more than files may be open."""
-
-    def __init__(self, spills: Sequence[Spill]) -> None:
-        self._paths = [path for spill in spills for path in (spill.rows_path, spill.texts_path)]
-        self._waiting = [bytearray() for _ in self._paths]
-        self._most = min(_BUFFER_BYTES, _BUFFERED_BYTES // max(1, len(self._paths)))
-        for path in self._paths:
-            path.write_bytes(b"")
-
-    def add(self, row: Row, text: bytes, spill: int = 0) -> None:
-        for place, data in ((2 * spill, row.encoded()), (2 * spill + 1, text)):
-            self._waiting[place] += data
-            if len(self._waiting[place]) >= self._most:
-                self._write(place)
+    def text(self, number: int) -> bytes:
+        (text,) = self._file.execute("select text from results where number = ?", (number,)).fetchone()
+        return bytes(text)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for place in range(len(self._paths) if kind is None else 0):
-            self._write(place)
-
-    def _write(self, place: int) -> None:
-        with self._paths[place].open("ab") as file:
-            file.write(self._waiting[place])
-        self._waiting[place].clear()
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
