@@ -300,6 +300,21 @@ class TestReports:
         assert start(residency, "abc").cached_documents == 1
         check(residency)
 
+    @pytest.mark.parametrize("when", ["it can be read", "it has ended", "it resumes at intervals"])
+    def test_a_request_that_has_fewer_marks_too_late_or_needs_none_stays_as_it_is(self, when: str) -> None:
+        residency, _ = make(*((INTERVAL,) if when == "it resumes at intervals" else (RULES, 1, 3)))
+        lease = start(residency, "abc")
+        if when == "it can be read":
+            residency.publish(lease)
+        elif when == "it has ended":
+            residency.release(lease)
+        balance = residency.choice.budget.balance
+        residency.keep_marks(lease, [1])
+        assert residency.choice.budget.balance == balance
+        residency.release(lease)
+        assert start(residency, "abc").cached_documents == 3
+        check(residency)
+
     def test_a_request_without_marks_does_not_resume(self) -> None:
         residency, _ = make(RULES, 3)
         serve(residency, "abc")
