@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy as shallow_copy
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from ragorder.guards import RequestGuards
 from ragorder.scope.request import OrderRequest
@@ -67,9 +68,21 @@ class Shadow:
                     del siblings[node.key]
                 node = parent
 
+    def copy(self) -> Self:
+        copy = shallow_copy(self)
+        copy.tree, copies = self.tree.copy()
+        copy.uses = deque((stamp, copies[node]) for stamp, node in self.uses)
+        return copy
+
 
 class _HeldNode(Node):
     __slots__ = ()
+
+    def copy(self, parent: Node | None) -> Node:
+        copy = _new(_HeldNode)
+        copy.key, copy.parent, copy.children, copy.missing = self.key, parent, None, 0
+        copy.end, copy.stamp = self.end, self.stamp
+        return copy
 
 
 _new = _HeldNode.__new__
@@ -143,6 +156,13 @@ class EarnedMoves:
         self._moved, self._ranked = Shadow(settings.prefix_tokens), Shadow(settings.prefix_tokens)
         self._gain = 0.0
         self._prompts = 0.0
+
+    def copy(self, tail: GatedTail) -> Self:
+        """Return an independent measurement, for a copy of the tail."""
+        copy = shallow_copy(self)
+        copy._tail = tail
+        copy._moved, copy._ranked = self._moved.copy(), self._ranked.copy()
+        return copy
 
     def observe(self, request: OrderRequest[Any], tokens: Sequence[int], stamp: int, held_since: int) -> None:
         saved, moves = self._serve(self._moved, request, tokens, stamp, held_since)

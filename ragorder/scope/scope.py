@@ -139,8 +139,8 @@ class Scope:
         copy.places = None
         copy.tree = copy.mirror.tree
         copy.tail = self.tail.copy()
-        # The tail has the present result; a copy is too short-lived to learn more.
-        copy.earned = None
+        if self.earned is not None and isinstance(copy.tail, EarnedTail):
+            copy.earned = self.earned.copy(copy.tail.fallback)
         copy.fused = None if self.fused is None else self.fused.copy(copy.tree, copy.tail)
         return copy
 

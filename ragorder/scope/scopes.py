@@ -35,17 +35,18 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
         self.blocks = blocks
         self.segments = KnownSegments()
         self._settings = settings
+        self._max_nodes = MAX_NODES
         self.pool = self.make_pool()
 
     def make_pool(self) -> Pool:
         settings = self._settings
         if settings.residency == "none":
-            return Pool(None, settings.block_size, MAX_NODES)
+            return Pool(None, settings.block_size, self._max_nodes)
         if self.blocks is None:
-            return self.tiers.make_pool(MAX_NODES)
+            return self.tiers.make_pool(self._max_nodes)
         from ragorder.trie.residency.followed import FollowedPool
 
-        options = settings.held_tokens, settings.block_size, MAX_NODES, settings.partial_blocks_first
+        options = settings.held_tokens, settings.block_size, self._max_nodes, settings.partial_blocks_first
         return FollowedPool(*options, blocks=self.blocks)
 
     def add(self, scope: Scope) -> Scope:

@@ -345,8 +345,10 @@ class TestWithoutAStore:
         assert [record.levelname for record in caplog.records if "No disk tier" in record.getMessage()] == ["WARNING"]
 
     @pytest.fixture(autouse=True)
-    def heard(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """vLLM's loggers hand nothing on, where a test could hear it, and earlier tests may have disabled ours."""
+    def heard(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        """vLLM's loggers hand nothing on, where a test could hear it, and earlier tests may have disabled ours, or
+        started an engine that only logs errors."""
+        caplog.set_level(logging.WARNING, logger="vllm")
         monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
         monkeypatch.setattr(logging.getLogger("vllm.ragorder.disk"), "disabled", False)
 

@@ -187,7 +187,7 @@ class TestBatch:
             assert sum(ordering.prefix_documents for ordering in orderings) == 4 * 4, max_wait
 
     @pytest.mark.parametrize(
-        ("name", "max_wait"), grid(list(product(["paper-shuf", "mix8", "zipf10"], [None, 100, 50, 20, 5, 1])), 7)
+        ("name", "max_wait"), grid(list(product(["paper-shuf", "mix8", "zipf10"], [None, 100, 50, 20, 5, 1])), 9)
     )
     def test_a_wait_saves_on_workloads(self, name: str, max_wait: int | None) -> None:
         """On the engine itself, and by more than the property requires: waiting gains something."""

@@ -120,7 +120,7 @@ class Pool:
         pool.in_flight.extend(
             (copy, lease.copy(copies)) for each, lease in self.in_flight if each is holder and lease.open
         )
-        pool.unlimited = self.unlimited
+        pool.unlimited, pool.evicted_blocks = self.unlimited, self.evicted_blocks
         if not self.unlimited:
             others_in_flight = self.used_blocks - holder.counted_blocks - pool.used_blocks
             pool.capacity_blocks = self.capacity_blocks - others_in_flight
