@@ -246,6 +246,17 @@ class TestWhatLeavesTheDevice:
         at.check(request, 11)
         at.release(request)
 
+    def test_what_was_written_while_the_device_failed_is_not_on_the_disk(self, engine: Made) -> None:
+        at = engine(device_blocks=5, disk=PLENTY)
+        at.serve(A, B, C)
+        at.empty_device()
+        assert at.executor.waiting
+        while at.executor.waiting:
+            at.executor.tick()
+        at.cache.forget_device()
+        assert at.find(A) == (0, 0, 0)
+        assert at.cache.stats().disk.nodes == 0
+
     def test_a_write_that_ends_just_now_holds_no_blocks(self, engine: Made, monkeypatch: pytest.MonkeyPatch) -> None:
         """A is written because B leaves, and stays. Its copy ends after B's, as on another stream, while the cache
         looks for what has ended. Then A leaves, too, without a copy, and its blocks are needed at once."""
