@@ -10,6 +10,7 @@ from typing import Any
 
 import uvicorn
 
+from ragorder.adapters.http_server.server import server_config
 from support.waiting import eventually
 
 _GRACE_S = 2
@@ -22,9 +23,7 @@ def serving() -> Iterator[Callable[[Any], str]]:
 
     def serve(app: Any) -> str:
         listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
-        # The parser that `ragorder serve` has, and no headers but the application's.
-        plain: dict[str, Any] = {"http": "h11", "ws": "none", "server_header": False, "date_header": False}
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, **plain))
+        server = uvicorn.Server(server_config(app, grace_s=_GRACE_S, client_s=60.0, connections=10_000))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         started.append((server, thread))
