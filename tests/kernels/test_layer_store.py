@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +210,19 @@ class TestResidency:
             after - before for before, after in zip(held, [*held[1:], *(held[:1] and [held[0] + layers])], strict=True)
         ]
         assert not gaps or max(gaps) - min(gaps) <= 1
+
+    def test_a_move_reads_and_copies_no_layer_more_than_it_must(self) -> None:
+        for places, device in product(product(TierLevel, repeat=4), range(5)):
+            before = LayerTiers(places)
+            on_device, in_host = before.count(TierLevel.DEVICE), before.count(TierLevel.HOST)
+            for host in range(5 - device):
+                after = before.with_counts(device, host)
+                assert [after.count(place) for place in TierLevel] == [device, host, 4 - device - host]
+                moved = Counter(zip(before.places, after.places, strict=True))
+                read = moved[TierLevel.DISK, TierLevel.DEVICE] + moved[TierLevel.DISK, TierLevel.HOST]
+                assert read == max(0, device + host - on_device - in_host)
+                leaving = max(0, on_device - device)
+                assert moved[TierLevel.DEVICE, TierLevel.HOST] == min(leaving, max(0, host - in_host))
 
     @pytest.mark.parametrize(("device", "host"), [(-1, 0), (3, -1), (4, 2)])
     def test_more_than_all_is_refused(self, device: int, host: int) -> None:
