@@ -362,7 +362,7 @@ class Orderer:
         try:
             read = [self._reader.read(documents) for documents in given]
             prefix, suffix = read_lengths(lengths)
-            steps = plan_batch(self._copy_of(scope, prefix, read), read, max_wait, suffix)
+            steps = plan_batch(partial(self._copy_of, scope, prefix, read), read, max_wait, suffix)
         except Exception as error:
             for documents in given:
                 self._reader.refuse(documents, error)
@@ -423,7 +423,8 @@ class Orderer:
             # Prefixes of other processes are discovered for one request at a time.
             for request in requests:
                 self._lock.run(self._work_in, name, prefix_tokens, Scope.cached_path, request)
-        return self._lock.run(self._look_at, name, prefix_tokens, Scope.copy)
+        copy: Scope = self._lock.run(self._look_at, name, prefix_tokens, lambda scope: scope.copy())
+        return copy
 
     def _work_in(
         self, name: Hashable, prefix_tokens: int | None, work: Callable[[Scope, *Arguments], T], *arguments: *Arguments

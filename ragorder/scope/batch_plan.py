@@ -27,26 +27,30 @@ _Requests = Sequence[OrderRequest[Any]]
 _Plan = Callable[["_DryRun", _Requests], None]
 
 
-def plan_batch(scope: Scope, requests: _Requests, max_wait: int | None, suffix_tokens: int | None = None) -> list[Step]:
+def plan_batch(
+    copy_scope: Callable[[], Scope], requests: _Requests, max_wait: int | None, suffix_tokens: int | None = None
+) -> list[Step]:
     """Return the steps of the plan with most cached tokens, in serving order, at most `max_wait` places late."""
     as_they_come = [Step(number) for number in range(len(requests))]
-    if max_wait == 0 or not requests:
+    if max_wait == 0 or len(requests) < 2:
         return as_they_come
+    scope = copy_scope()
 
-    def dry_run(plan: _Plan) -> _DryRun:
-        run = _DryRun(scope.copy(), suffix_tokens)
+    def dry_run(plan: _Plan, copy: Scope) -> _DryRun:
+        run = _DryRun(copy, suffix_tokens)
         plan(run, requests)
         return run
 
     window = len(requests) if max_wait is None else min(max_wait + 1, len(requests))
-    best = dry_run(lambda run, requests: _in_windows(run, requests, window))
+    # A single window is planned before anything of it is served.
+    copy = scope.copy(learns=window < len(requests))
+    best = dry_run(lambda run, requests: _in_windows(run, requests, window), copy)
     if window < len(requests):
         # With a single window the windowed plan is better.
-        best = max(
-            best, dry_run(lambda run, requests: _nearest_first(run, requests, window)), key=attrgetter("cached_tokens")
-        )
+        nearest = dry_run(lambda run, requests: _nearest_first(run, requests, window), scope.copy())
+        best = max(best, nearest, key=attrgetter("cached_tokens"))
     # With equal hits the plan is better: its shared prefixes are adjacent, so other cache users cannot separate them.
-    return best.steps if best.cached_tokens >= dry_run(_one_by_one).cached_tokens else as_they_come
+    return best.steps if best.cached_tokens >= dry_run(_one_by_one, scope).cached_tokens else as_they_come
 
 
 class _DryRun:

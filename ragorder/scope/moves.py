@@ -70,19 +70,27 @@ class Shadow:
 
     def copy(self) -> Self:
         copy = shallow_copy(self)
-        copy.tree, copies = self.tree.copy()
+        copy.tree = KnowledgeTree(1)
+        root = copy.tree.root = _HeldNode(None, None, self.tree.root.end, 0)
+        root.stamp = self.tree.root.stamp
+        copies, left = {self.tree.root: root}, [self.tree.root]
+        while left:
+            node = left.pop()
+            if not node.children:
+                continue
+            made = copies[node]
+            children = made.children = {}
+            for key, child in node.children.items():
+                copies[child] = children[key] = new = _new(_HeldNode)
+                new.key, new.parent, new.children, new.missing = key, made, None, 0
+                new.end, new.stamp = child.end, child.stamp
+            left += node.children.values()
         copy.uses = deque((stamp, copies[node]) for stamp, node in self.uses)
         return copy
 
 
 class _HeldNode(Node):
     __slots__ = ()
-
-    def copy(self, parent: Node | None) -> Node:
-        copy = _new(_HeldNode)
-        copy.key, copy.parent, copy.children, copy.missing = self.key, parent, None, 0
-        copy.end, copy.stamp = self.end, self.stamp
-        return copy
 
 
 _new = _HeldNode.__new__

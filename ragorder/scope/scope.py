@@ -129,8 +129,9 @@ class Scope:
         permutation, guard_cost_tokens = self._arrange(request, waiting, history)
         return self._begin(request, permutation, guard_cost_tokens, suffix_tokens, history)
 
-    def copy(self) -> Scope:
-        """Return an independent scope. Reports do not correct its mirror."""
+    def copy(self, *, learns: bool = True) -> Scope:
+        """Return an independent scope. Reports do not correct its mirror. Unless it `learns`, moves on a forecast go on
+        to pay, or not to."""
         self.residency.refresh()
         copy = shallow_copy(self)
         copy._owner = _DetachedOwner(self._owner)
@@ -140,7 +141,7 @@ class Scope:
         copy.tree = copy.mirror.tree
         copy.tail = self.tail.copy()
         if self.earned is not None and isinstance(copy.tail, EarnedTail):
-            copy.earned = self.earned.copy(copy.tail.fallback)
+            copy.earned = self.earned.copy(copy.tail.fallback) if learns else None
         copy.fused = None if self.fused is None else self.fused.copy(copy.tree, copy.tail)
         return copy
 

@@ -91,7 +91,7 @@ class TestTheOrderer:
         with held_while_working(orderer):
             dropped.discard()
         assert deferred_in(orderer), "nobody has worked it off"
-        given: dict[str, tuple[Any, ...]] = {"holds_prefix": (), "order_batch": ([DOCUMENTS[:3]],)}
+        given: dict[str, tuple[Any, ...]] = {"holds_prefix": (), "order_batch": ([DOCUMENTS[:3]] * 2,)}
         if call == "tree_size":
             assert orderer.tree_size == 0
         else:
