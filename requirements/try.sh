@@ -5,6 +5,7 @@
 # core: commands, proxy, clients and events with requirements/lowest.txt. The frameworks have an environment each: their
 # lowest versions do not go together. No engine is installed.
 set -euo pipefail
+shopt -s nullglob
 cd "$(dirname "$0")/.."
 python=$1 folder=$2 end=$3
 shift 3
@@ -22,11 +23,13 @@ make() {
     "$bin/python" -m pip --disable-pip-version-check check
 }
 
-# tests NAME…: those of tests/*/test_NAME.py that need no engine.
+# tests NAME…: those of tests/*/test_NAME.py, or of a folder tests/*/NAME, that need no engine.
 tests() {
     files=()
     for name in "$@"; do
-        files+=(tests/*/"test_$name.py")
+        found=(tests/*/"test_$name.py" tests/*/"$name")
+        [ ${#found[@]} -gt 0 ] || { echo "there are no tests named $name" >&2; exit 1; }
+        files+=("${found[@]}")
     done
     HF_HUB_OFFLINE=1 "$bin/python" -m pytest -q -p no:cacheprovider -n "${WORKERS:-2}" -m "not vllm" "${files[@]}"
 }
@@ -42,7 +45,7 @@ try_core() {
     echo '{"documents": ["a", "b"]}' | "$bin/ragorder" order | grep -q '"documents": \["a", "b"\]'
     "$bin/ragorder" bench --workload paper-shuf --limit 50 >/dev/null
     # test_proxy starts `ragorder serve` as a process of its own.
-    tests cli cli_failures corpora dependencies doctor document guards kv_events observe openai orderer prompt proxy \
+    tests cli_failures options order corpora dependencies doctor document guards kv_events observe openai orderer prompt proxy \
         proxy_queue replay report request_facts settings statistics ${clients[@]+"${clients[@]}"}
 }
 
@@ -53,7 +56,7 @@ try_langchain() {
         make langchain -e '.[langchain]' numpy langchain-core==0.3.73 'langchain<0.4' 'langgraph>=0.6,<0.7' \
             'langchain-openai<0.4' 'langchain-tests<0.4' "${server[@]}"
     fi
-    tests langchain langchain_composed langchain_turns
+    tests langchain langchain_turns
 }
 
 try_langchain-agents() {

@@ -68,3 +68,12 @@ class TestTheCitation:
         papers = {each["doi"] for each in parsed("CITATION.cff")["references"] if "doi" in each}
         assert {url.removeprefix("https://doi.org/") for url in PROJECT["urls"].values()} == papers
         assert not re.search(r"https?://", (ROOT / "SECURITY.md").read_text("utf-8"))
+
+
+def test_the_tests_of_other_versions_exist() -> None:
+    """They run in environments of their own, and in no ring."""
+    script = (ROOT / "requirements" / "try.sh").read_text("utf-8").replace("\\\n", "")
+    names = [name for line in re.findall(r"^    tests (.*?)(?: \$|$)", script, re.MULTILINE) for name in line.split()]
+    assert len(names) > 20
+    tests = ROOT / "tests"
+    assert not [name for name in names if not [*tests.glob(f"*/test_{name}.py"), *tests.glob(f"*/{name}/")]]
