@@ -54,8 +54,12 @@ def documents_of(node: Generation, state: State) -> tuple[Any, ...]:
 def _same(one: Any, other: Any) -> bool:
     """By their keys, else as wholes: whether two searches return the same object depends on what is kept of one."""
     key, seen = getattr(one, "key", one), getattr(other, "key", other)
-    # An array compares to an array.
-    return key is seen or (key == seen) is True
+    try:
+        # An array compares to an array.
+        return key is seen or (key == seen) is True
+    except Exception:
+        # What contains arrays, such as a hit with its embedding, cannot be compared.
+        return False
 
 
 def query_of(node: Retrieval, state: State) -> str:
