@@ -45,8 +45,8 @@ try_core() {
     echo '{"documents": ["a", "b"]}' | "$bin/ragorder" order | grep -q '"documents": \["a", "b"\]'
     "$bin/ragorder" bench --workload paper-shuf --limit 50 >/dev/null
     # test_proxy starts `ragorder serve` as a process of its own.
-    tests cli_failures options order corpora dependencies doctor document guards kv_events observe openai orderer prompt proxy \
-        proxy_queue replay report request_facts settings statistics ${clients[@]+"${clients[@]}"}
+    tests cli_failures options order corpora dependencies doctor document guards kv_events observe openai orderer \
+        prompt proxy proxy_queue replay report request_facts settings statistics ${clients[@]+"${clients[@]}"}
 }
 
 try_langchain() {

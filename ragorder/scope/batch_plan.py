@@ -42,7 +42,7 @@ def plan_batch(
         return run
 
     window = len(requests) if max_wait is None else min(max_wait + 1, len(requests))
-    # A single window is planned before anything of it is served.
+    # A single window is planned before anything is served: there is nothing to learn.
     copy = scope.copy(learns=window < len(requests))
     best = dry_run(lambda run, requests: _in_windows(run, requests, window), copy)
     if window < len(requests):

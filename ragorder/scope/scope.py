@@ -130,8 +130,8 @@ class Scope:
         return self._begin(request, permutation, guard_cost_tokens, suffix_tokens, history)
 
     def copy(self, *, learns: bool = True) -> Scope:
-        """Return an independent scope. Reports do not correct its mirror. Unless it `learns`, moves on a forecast go on
-        to pay, or not to."""
+        """Return an independent scope. Reports do not correct its mirror. Unless it `learns`, it keeps the present
+        verdict on whether moves on a forecast pay."""
         self.residency.refresh()
         copy = shallow_copy(self)
         copy._owner = _DetachedOwner(self._owner)

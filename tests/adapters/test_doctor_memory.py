@@ -169,7 +169,7 @@ class TestServing:
         placed, planned = self.placed([*map(str, options), *more]), found["placement"]
         same = ("weights", "kv_host_layers", "step_tokens", "slots")
         assert {name: asdict(placed)[name] for name in same} == {name: planned[name] for name in same}
-        # The logits of more requests take what was left, then KV down to one of a request.
+        # The logits of more requests take what was left, then KV, down to that of one request.
         assert placed.batch == requests > planned["batch"]
         assert 0.9 * planned["kv"]["device"] < placed.kv.device <= planned["kv"]["device"]
         sizes = estimated_costs(folder, None, tokens={}, device="cpu", dtype="float32").model
