@@ -72,7 +72,7 @@ try_llama-index() {
     if [ "$end" = newest ]; then
         make llama-index -e '.[llama-index]' llama-index-llms-openai-like "${server[@]}"
     else
-        make llama-index -e '.[llama-index]' llama-index-core==0.12.0 'llama-index-llms-openai-like<0.4' "${server[@]}"
+        make llama-index -e '.[llama-index]' llama-index-core==0.12.37 'llama-index-llms-openai-like<0.4' "${server[@]}"
     fi
     tests llama_index llama_index_chat
 }

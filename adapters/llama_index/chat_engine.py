@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,14 +39,6 @@ class _Asked:
     @property
     def shown(self) -> dict[str, Any]:
         return {"sources": self.sources, "source_nodes": self.turn.sources}
-
-
-async def _awaited(memory: BaseMemory, name: str, *arguments: Any, **options: Any) -> Any:
-    # Early versions of LlamaIndex 0.12 have only `aput`.
-    method = getattr(memory, f"a{name}", None)
-    if method is None:
-        return await asyncio.to_thread(getattr(memory, name), *arguments, **options)
-    return await method(*arguments, **options)
 
 
 class CacheOrderChatEngine(BaseChatEngine):
@@ -186,8 +177,8 @@ class CacheOrderChatEngine(BaseChatEngine):
 
     async def _aask(self, message: str, chat_history: list[ChatMessage] | None) -> _Asked:
         if chat_history is not None:
-            await _awaited(self._memory, "set", chat_history)
-        history = await _awaited(self._memory, "get", input=message)
+            await self._memory.aset(chat_history)
+        history = await self._memory.aget(input=message)
         asked = self._condensing(message, history)
         query = QueryBundle(message if asked is None else str(await self._llm.acomplete(asked)))
         nodes = await self._retriever.aretrieve(query)
