@@ -209,8 +209,9 @@ def _in_processes(work: Path, shards: Sequence[int], processes: int) -> Iterator
     try:
         try:
             planned = [pool.submit(plan, shard) for shard in shards]
-        except OSError as error:
-            # A process that ended while others were started has closed its pipes.
+        except (OSError, ValueError) as error:
+            # A process that ended while others were started has closed the pool's pipes: they are lacking, or others
+            # have their numbers.
             raise BrokenProcessPool from error
         for done in as_completed(planned):
             yield done.result()
