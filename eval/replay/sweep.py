@@ -50,7 +50,11 @@ def run_jobs(
     told, stop = context.RawArray("q", len(jobs)), context.RawValue("b", 0)
     with ProcessPoolExecutor(processes, context, _begin, (log, setup, told, stop)) as pool:
         try:
-            futures = [pool.submit(_work, number, job) for number, job in enumerate(jobs)]
+            try:
+                futures = [pool.submit(_work, number, job) for number, job in enumerate(jobs)]
+            except (OSError, ValueError) as error:
+                # A process that ended while others were started has closed the pool's pipes.
+                raise BrokenProcessPool from error
             _watch(futures, told, advance)
             return [future.result() for future in futures]
         except BrokenProcessPool:
