@@ -93,6 +93,9 @@ def _share(cached: int, prompt: int) -> float:
     return min(1.0, max(0.0, cached / prompt))
 
 
+TEMPLATE_PATH = "/ragorder/template"
+
+
 class StatsPages:
     """`metrics_path`, `/ragorder/stats` (JSON; `?after=` a time in ms adds the history since), `/ragorder` (live HTML),
     and `/ragorder/template` (TOML) with the `learned` form. An application adds the `routes` and runs
@@ -124,7 +127,7 @@ class StatsPages:
             Route(self._metrics_path, self._show_metrics),
             Route("/ragorder/stats", self._show_stats),
             Route("/ragorder", self._show_page),
-            Route("/ragorder/template", self._show_template),
+            Route(TEMPLATE_PATH, self._show_template),
         ]
 
     async def _show_metrics(self, request: Request) -> Response:

@@ -31,7 +31,7 @@ from ragorder.adapters.proxy.bodies.parsing import BodyParser
 from ragorder.adapters.proxy.bodies.presets import NONE, PromptRecogniser, find_templates
 from ragorder.adapters.proxy.bodies.template import DocumentTemplate, TemplateError
 from ragorder.adapters.proxy.ordering import RequestOrderer, SentRequest
-from ragorder.adapters.proxy.pages import StatsPages
+from ragorder.adapters.proxy.pages import TEMPLATE_PATH, StatsPages
 from ragorder.adapters.proxy.reverse_proxy import ClientAnswer, route_of, with_length
 from ragorder.adapters.proxy.upstream import error_content
 from ragorder.adapters.proxy.workers import Workers
@@ -135,6 +135,10 @@ class OrderDocuments:
         if scope["type"] == "http":
             path = scope["path"].removeprefix(scope.get("root_path", ""))
             if path in self._paths:
+                if self._learns and path == TEMPLATE_PATH and not await self._lists_models(scope, receive):
+                    message = "The template has words of prompts: give the key with which the server lists its models."
+                    await HTTPError(401, message, code="invalid_api_key").send(send)
+                    return
                 await self._pages(scope, receive, send)
                 return
             # A server that reads an encoding hides the body from this layer.
@@ -145,6 +149,18 @@ class OrderDocuments:
             await self._app(scope, receive, send)
         else:
             await self._exchange(route, scope, receive, send)
+
+    async def _lists_models(self, scope: Scope, receive: Receive) -> bool:
+        """Ask the application, which checks keys after this layer."""
+        statuses: list[int] = []
+
+        async def note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        path = scope.get("root_path", "") + "/v1/models"
+        await self._app({**scope, "method": "GET", "path": path, "raw_path": path.encode()}, receive, note)
+        return statuses == [200]
 
     async def _exchange(self, route: Protocol, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _read(receive)

@@ -46,7 +46,7 @@ class Application(FarEnd):
         return app
 
     def play(self, request: Request) -> Answer:
-        if request.target in ("/v1/embeddings", "/health"):
+        if request.target in ("/v1/embeddings", "/v1/models", "/health"):
             return Answer([request.body or b"ok"])
         if request.header("content-encoding"):
             return Answer([b"compressed"], 400)
@@ -207,6 +207,21 @@ class TestTheSaving:
         other = serve(Application().app(template=FORM, **SIZES))
         refused = get(f"{other}/ragorder/template")
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "no_template")
+
+    @pytest.mark.parametrize(("key", "status"), [("", 401), ("Bearer wrong", 401), ("Bearer right", 404)])
+    def test_a_learned_form_is_for_those_who_may_list_models(self, serve: Serve, key: str, status: int) -> None:
+        class Guarded(Application):
+            """Checks keys below /v1 alone, after the layer, as vLLM does."""
+
+            def play(self, request: Request) -> Answer:
+                if request.target.startswith("/v1") and request.header("authorization") != ["Bearer right"]:
+                    return answer_json({"error": "Unauthorized"}, 401)
+                return super().play(request)
+
+        url = serve(Guarded().app(shadow=True, **SIZES))
+        headers = {"authorization": key} if key else {}
+        assert httpx2.get(f"{url}/ragorder/template", headers=headers).status_code == status
+        assert httpx2.get(f"{url}/ragorder/stats").status_code == 200
 
     def test_in_shadow_mode_nothing_moves(self, inside: Inside, application: Application) -> None:
         url = inside(shadow=True)
