@@ -157,6 +157,9 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
                 self._counts.failed_transfers += len(transfer.keys) - len(done)
             elif done and self._wants_events:
                 self._events.append(self._event(done, removed=False))
+                # Events of chunks that were evicted since they were written are before this one.
+                if gone := [key for key in done if self._store is None or key not in self._store]:
+                    self._removed(gone)
             results.append(
                 JobResult(
                     job_id=job_id,

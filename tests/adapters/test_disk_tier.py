@@ -47,10 +47,13 @@ def vllm() -> SimpleNamespace:
     from vllm.distributed import kv_events
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import events
     from vllm.v1.kv_offload import base, config
+    from vllm.v1.kv_offload.tiering.base import TransferJob
 
     from ragorder.adapters.vllm_tiers.spec import TierSpec
 
-    return SimpleNamespace(**(vars(kv_events) | vars(events) | vars(config) | vars(base)), TierSpec=TierSpec)
+    return SimpleNamespace(
+        **(vars(kv_events) | vars(events) | vars(config) | vars(base)), TierSpec=TierSpec, TransferJob=TransferJob
+    )
 
 
 def content(key: bytes) -> bytes:
@@ -275,6 +278,22 @@ class TestWhatLeavesHostMemoryComesBackFromDisk:
         quiet = engine()
         quiet.serve("mn")
         assert list(quiet.manager.take_events()) == []
+
+    def test_events_end_with_what_is_on_the_disk(self, engine: Make) -> None:
+        """Two requests' chunks are written, and the first's evicted, before vLLM asks for events."""
+        disk = (served := engine(events=True, disk_bytes=2 * ON_DISK)).disk
+        keys: list[bytes] = []
+        for job, prompt in enumerate(("ab", "xy")):
+            context, own = served.request(prompt)
+            disk.submit_store(vllm().TransferJob(job, own, [2 * job, 2 * job + 1], False, context))
+            keys += own
+        disk.drain_jobs()
+        assert len(list(disk.get_finished_jobs())) == 2
+        held: set[bytes] = set()
+        for event in disk.take_events():
+            held = held - set(event.keys) if event.removed else held | set(event.keys)
+        assert held == {key for key in keys if disk.lookup(key, context) is vllm().LookupResult.HIT}
+        assert len(held) == 2
 
     def test_chunks_that_are_to_be_loaded_make_no_room_for_others(self, engine: Make) -> None:
         served = engine(disk_bytes=4 * ON_DISK)
