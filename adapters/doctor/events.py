@@ -11,7 +11,7 @@ from typing import Any
 
 from ragorder.adapters.doctor.case import Finding
 from ragorder.adapters.http_client import ServerError
-from ragorder.adapters.vllm.kv_events import LARGEST_MESSAGE_BYTES
+from ragorder.adapters.vllm.kv_events import LARGEST_MESSAGE_BYTES, endpoint_of_rank, events_in
 from ragorder.common.extras import needs
 from ragorder.common.jsonl import printable
 
@@ -50,7 +50,7 @@ def check_events(
         return [Finding("KV events", "unknown", found, _how_to_publish(host, engines))]
     timeout_s = min(timeout_s, _LONGEST_WAIT_S)
     try:
-        heard = _listen([_of_rank(events.endpoint, rank) for rank in range(engines)], serve, timeout_s)
+        heard = _listen([endpoint_of_rank(events.endpoint, rank) for rank in range(engines)], serve, timeout_s)
     except ServerError as error:
         return [Finding("KV events", "unknown", str(error), "fix the request first, then check the events again")]
     except ValueError as error:
@@ -69,7 +69,7 @@ def _judge(events: Events, heard: _HeardEvents, how_to_publish: str, timeout_s: 
     if not heard.topic.startswith(events.topic):
         advice = f'subscribe to it with --events-topic "{topic}", or start the server with your topic'
         return Finding("KV events", "bad", f'{at} publishes under the topic "{topic}"', advice)
-    at = printable(_of_rank(events.endpoint, heard.rank))
+    at = printable(endpoint_of_rank(events.endpoint, heard.rank))
     return Finding("KV events", "good", f"{at} published the blocks of a test prompt, topic {topic!r}")
 
 
@@ -78,7 +78,7 @@ def _check_replay(events: Events, heard: _HeardEvents, timeout_s: float) -> Find
         found = "no replay endpoint given: missed events cannot be replayed"
         advice = "give the replay_endpoint of the server's --kv-events-config as --replay-endpoint"
         return Finding("event replay", "unknown", found, advice)
-    endpoint = _of_rank(events.replay_endpoint, heard.rank)
+    endpoint = endpoint_of_rank(events.replay_endpoint, heard.rank)
     at = printable(endpoint)
     try:
         replayed = _replayed(endpoint, heard.batch, timeout_s)
@@ -119,11 +119,6 @@ def _how_to_publish(host: str, engines: int) -> str:
     )
 
 
-def _of_rank(endpoint: str, rank: int) -> str:
-    address, _, port = endpoint.rpartition(":")
-    return f"{address}:{int(port) + rank}" if endpoint.startswith("tcp://") and port.isdecimal() else endpoint
-
-
 def _listen(endpoints: Sequence[str], serve: Callable[[], Sequence[int]], timeout_s: float) -> _HeardEvents:
     deadline = time.monotonic() + timeout_s
     with _socket("SUB", endpoints) as (zmq, socket, shaken):
@@ -142,6 +137,8 @@ def _listen(endpoints: Sequence[str], serve: Callable[[], Sequence[int]], timeou
                 with suppress(Exception):
                     topic, number, payload = frames
                     stored, rank = _stored(payload)
+                    # The endpoint of an engine alone is given as it is, whatever the engine's rank.
+                    rank = rank if len(endpoints) > 1 else 0
                     if len(number) == 8 and any(_begins(prompt, stored) for prompt in prompts):
                         return _HeardEvents(True, int.from_bytes(number, "big"), rank, topic.decode("utf-8", "replace"))
             patience_s *= 2
@@ -190,14 +187,14 @@ def _frames(socket: Any, deadline: float) -> Iterator[list[bytes]]:
 def _stored(payload: bytes) -> tuple[list[int], int]:
     import msgspec
 
-    _, events, *rest = msgspec.msgpack.decode(payload)
+    events, rank = events_in(msgspec.msgpack.decode(payload))
     tokens: list[int] = []
     for event in events:
         # Events are maps; from SGLang and older vLLM arrays.
         kind = event["type"] if isinstance(event, dict) else event[0]
         if kind == "BlockStored":
             tokens += event["token_ids"] if isinstance(event, dict) else event[3]
-    return tokens, rest[0] if rest and isinstance(rest[0], int) else 0
+    return tokens, rank
 
 
 def _begins(prompt: list[int], stored: list[int]) -> bool:

@@ -60,7 +60,10 @@ def read_cache_config(base_url: str, *, timeout_s: float = 5.0, api_key: str | N
 def engine_cache_config(vllm_config: Any) -> CacheConfig:
     """Raises ServerError if the engine of this `VllmConfig` has not started."""
     facts = {name: str(value) for name, value in vars(vllm_config.cache_config).items()}
-    engines = vllm_config.parallel_config.data_parallel_size
+    parallel = vllm_config.parallel_config
+    # With an external or hybrid balancer the server has its local engines alone.
+    is_local = getattr(parallel, "local_engines_only", False)
+    engines = parallel.data_parallel_size_local if is_local else parallel.data_parallel_size
     return replace(_one_engine(facts, engines, "the engine"), engines=engines)
 
 

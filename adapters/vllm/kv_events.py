@@ -17,7 +17,7 @@ from ragorder.common.extras import needs
 from ragorder.trie.residency import TierLevel
 from ragorder.trie.residency.blocks import EngineBlocks
 
-__all__ = ["LARGEST_MESSAGE_BYTES", "EventCounters", "KVEventSubscriber"]
+__all__ = ["LARGEST_MESSAGE_BYTES", "EventCounters", "KVEventSubscriber", "endpoint_of_rank", "events_in"]
 
 LARGEST_MESSAGE_BYTES = 1 << 26
 """Batches have some kilobytes. Without a limit a message is read into memory first."""
@@ -46,6 +46,24 @@ _FIRST_BACK_OFF_S = 0.1
 _LONGEST_BACK_OFF_S = 5.0
 _REMEMBERED_BATCHES = 4096
 _END = (-1).to_bytes(8, "big", signed=True)
+
+
+def endpoint_of_rank(endpoint: str, rank: int) -> str:
+    """Return where vLLM's data-parallel rank publishes: ranks use consecutive ports, but all of them port 0."""
+    address, _, port = endpoint.rpartition(":")
+    counts = rank and endpoint.startswith("tcp://") and port.isdecimal() and int(port)
+    return f"{address}:{int(port) + rank}" if counts else endpoint
+
+
+def events_in(batch: Any) -> tuple[list[Any], int]:
+    """Return a decoded batch's events and its data-parallel rank."""
+    # Some versions of vLLM send the batch as a map.
+    events, rank = (
+        (batch["events"], batch.get("data_parallel_rank"))
+        if isinstance(batch, dict)
+        else (batch[1], batch[2] if len(batch) > 2 else 0)
+    )
+    return list(events), rank if isinstance(rank, int) else 0
 
 
 @dataclass(slots=True)
@@ -77,9 +95,7 @@ class EventReader:
         """Skip unreadable parts."""
         self.counters.batches += 1
         try:
-            told = self._decode(payload)
-            # Some versions of vLLM send the batch as a map, too.
-            events = list(told["events"] if isinstance(told, dict) else told[1])
+            events, _ = events_in(self._decode(payload))
         except Exception:
             self.counters.garbage += 1
             return

@@ -13,6 +13,7 @@ from ragorder.adapters.proxy.bodies.followed_tokens import FollowedTokens
 from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
 from ragorder.adapters.vllm.cache_config import CacheConfig, engine_cache_config
 from ragorder.adapters.vllm.connect import following_events
+from ragorder.adapters.vllm.kv_events import endpoint_of_rank
 from ragorder.common.counts import KnownTokens
 from ragorder.document import Document
 from ragorder.orderer import Orderer
@@ -105,12 +106,13 @@ def _endpoints(own: Settings, config: Any) -> dict[str, Any] | None:
     events = getattr(config, "kv_events_config", None)
     if events is None or not events.enable_kv_cache_events or events.publisher != "zmq":
         return None
-    replay = None if events.replay_endpoint is None else _here(events.replay_endpoint)
-    return {"events_endpoint": _here(events.endpoint), "replay_endpoint": replay, "events_topic": events.topic}
+    rank = getattr(config.parallel_config, "data_parallel_index", 0)
+    replay = None if events.replay_endpoint is None else _here(events.replay_endpoint, rank)
+    return {"events_endpoint": _here(events.endpoint, rank), "replay_endpoint": replay, "events_topic": events.topic}
 
 
-def _here(endpoint: str) -> str:
-    return _ANY_ADDRESS.sub("tcp://127.0.0.1", endpoint)
+def _here(endpoint: str, rank: int) -> str:
+    return endpoint_of_rank(_ANY_ADDRESS.sub("tcp://127.0.0.1", endpoint), rank)
 
 
 def _followed(engine: OwnEngine, state: Any, endpoints: dict[str, Any]) -> OwnEngine:

@@ -257,9 +257,11 @@ class TestKVEvents:
         assert [text.count("enable_kv_cache_events") for text in advice] == [1, 0]
         assert "replay_endpoint" in advice[1]
 
-    @pytest.mark.parametrize("dialect", ["vLLM", "SGLang"])
-    def test_arrive_and_are_repeated(self, fake: FaultyServer, publish: Publish, dialect: str) -> None:
-        publisher = publish(dialect=dialect)
+    @pytest.mark.parametrize(("dialect", "rank"), [("vLLM", 0), ("older vLLM", 0), ("SGLang", 0), ("vLLM", 2)])
+    def test_arrive_and_are_repeated(self, fake: FaultyServer, publish: Publish, dialect: str, rank: int) -> None:
+        """Also of one rank of several, with its own endpoints: an external balancer gives each its server."""
+        publisher = publish(dialect=dialect, ports=True)
+        publisher.rank = rank
         fake.on_tokens = publisher.serve
         events = Events(publisher.endpoint, publisher.replay_endpoint, publisher.topic.decode())
         found = verdicts(fake, events=events)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +46,7 @@ class Engine:
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "replay_endpoint": None, "topic": TOPIC}
         self.events = SimpleNamespace(**events | {"endpoint": server.endpoint} | config)
         self.api_processes = 1
+        self.parallel: dict[str, Any] = {"data_parallel_size": 1}
 
     def app(self, **options: Any) -> Starlette:
         app = Starlette(routes=[Route(CHAT, self._chat, methods=["POST"])])
@@ -52,7 +54,7 @@ class Engine:
         cache = SimpleNamespace(
             block_size=BLOCK, num_gpu_blocks=1001, enable_prefix_caching=True, mamba_cache_mode="none"
         )
-        parallel = SimpleNamespace(data_parallel_size=1, _api_process_count=self.api_processes)
+        parallel = SimpleNamespace(**self.parallel, _api_process_count=self.api_processes)
         app.state.vllm_config = SimpleNamespace(
             cache_config=cache, parallel_config=parallel, kv_events_config=self.events
         )
@@ -82,7 +84,7 @@ Play = Callable[..., Engine]
 @pytest.fixture
 def play(tmp_path: Path, tokenizers: dict[str, Any]) -> Iterator[Play]:
     with event_servers(tmp_path) as serve:
-        yield lambda **config: Engine(serve(block_size=BLOCK), tokenizers["chatml"], **config)
+        yield lambda ports=False, **config: Engine(serve(block_size=BLOCK, ports=ports), tokenizers["chatml"], **config)
 
 
 @pytest.fixture
@@ -159,6 +161,25 @@ class TestWhatTheEngineTells:
             ask(url, chat("abcd"))
             time.sleep(0.2)
         assert ask(url, chat("abcd", model="adapter")) == (0, 0)
+
+
+class TestOneRankOfSeveral:
+    def test_with_a_server_of_its_own_has_its_own_cache_and_events(self, play: Play, serve: Serve) -> None:
+        """As with an external balancer: the engine's rank is added to the configured ports."""
+        engine = play(ports=True)
+        address, _, port = engine.server.endpoint.rpartition(":")
+        engine.events.endpoint = f"{address}:{int(port) - 2}"
+        engine.parallel = {"data_parallel_size": 4, "data_parallel_size_local": 1, "data_parallel_index": 2}
+        engine.parallel["local_engines_only"] = True
+        with warnings.catch_warnings():
+            # It would be told of caches that it does not have.
+            warnings.simplefilter("error", DegradedWarning)
+            url = serve(engine.app())
+        engine.server.wait_for_subscriber()
+        ask(url, chat("abcd"))
+        assert ask(url, chat("abcd"))[0] > 0
+        after(engine.server.clear)
+        assert ask(url, chat("abcd")) == (0, 0)
 
 
 class TestWithoutThem:

@@ -74,6 +74,7 @@ class Server:
         self.topic, self.block_size, self.dialect = topic.encode(), block_size, dialect
         self.held: dict[Hashable, Content] = {}
         self.ever: set[Content] = set()
+        self.rank = 0
         # Whether batches reach subscribers and stay for replays, and whether anybody answers.
         self.heard = self.kept = self.answering = True
         # From this batch of an answer on, the line is too slow for every other stretch of it.
@@ -191,7 +192,7 @@ class Server:
         """One batch."""
         if self.dialect == "SGLang":
             events = tuple(map(as_array, events))
-        batch: Any = [time.time(), events, 0]
+        batch: Any = [time.time(), events, self.rank]
         if self.dialect == "older vLLM":
             batch = {"ts": time.time(), "events": events}
         self.publish_payload(msgpack.encode(batch))
