@@ -79,6 +79,8 @@ class CacheRules:
 
 _VERSION = r"(?:-20\d{6}|-20\d\d-\d\d-\d\d|-latest|-v\d+|:\d+|@20\d{6})*"
 _VARIANT = r"(?:-[a-z]+)*"
+# Clients choose the text, and matching takes quadratic time.
+_LONGEST_NAME = 256
 
 
 def generation(model: str, known: Iterable[str], *, variants: bool = False) -> str | None:
@@ -87,6 +89,8 @@ def generation(model: str, known: Iterable[str], *, variants: bool = False) -> s
     Only a date or version may follow, with `variants` also words. Prefixes of gateways and regions are ignored.
     """
     name = model.lower().rpartition("/")[2]
+    if len(name) > _LONGEST_NAME:
+        return None
     name = re.sub(r"^(?:[a-z-]+\.)+(?=[a-z])", "", name)
     rest = (_VARIANT if variants else "") + _VERSION
     fitting = [each for each in known if re.fullmatch(re.escape(each) + rest, name)]
