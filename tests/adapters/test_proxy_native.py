@@ -44,6 +44,10 @@ def cohere(names: str) -> dict[str, Any]:
     return listed("") | {"documents": [{"id": name, "data": {"text": TEXTS[name]}} for name in names]}
 
 
+def compact(content: bytes) -> bytes:
+    return content.replace(b" ", b"")
+
+
 class Server(FarEnd):
     """A server that cites, by place, what it is told to; and a proxy of it."""
 
@@ -166,6 +170,27 @@ class TestBlocks:
         # The client has cited its own document 0, c, which stands at place 2.
         server.post(turns("cab", 0))
         assert server.last.json == turns("abc", 2)
+
+    def test_all_else_keeps_its_bytes(self, kind: str, name: str, server: Server) -> None:
+        """Numbers, too, that a decoder would refuse or write in another way."""
+        numbers = f'{{"type": "tool_use", "input": {{"x": [1e999, 1e5, -0, {"9" * 5000}]}}}}'
+
+        def said(place: int) -> str:
+            citation = json.dumps(self.citation(name, 0)).replace(f'"{name}": 0', f'"{name}":{place}')
+            return f'[{{"type": "text", "citations": [{citation}, 1e5]}}, {numbers}]'
+
+        def turns(names: str, place: int) -> bytes:
+            first = blocks(names, kind)
+            body = {**first, "messages": [*first["messages"], assistant("SAID"), user("And?")]}
+            return json.dumps(body).replace('"SAID"', said(place)).encode()
+
+        server.post(blocks("abc", kind))
+        server.post(blocks("cab", kind))
+        server.answer = answer_json(f'{{"content": {said(2)}}}'.encode())
+        response = post_to(server.proxy, turns("cab", 0), MESSAGES)
+        assert response.status_code == 200
+        assert compact(server.last.body) == compact(turns("abc", 2))
+        assert compact(response.content) == compact(f'{{"content": {said(0)}}}'.encode())
 
     def test_an_error_is_forwarded(self, kind: str, name: str, server: Server) -> None:
         server.post(blocks("abc", kind))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import msgspec
 from msgspec import Raw, Struct
@@ -156,6 +155,7 @@ def _putter(body: MessagesBody, passage: Passage, blocks: Sequence[Raw], cited: 
     def put(ordered: Sequence[Raw], permutation: Sequence[int]) -> None:
         name, first = cited
         places = {first + rank: first + place for place, rank in enumerate(permutation)}
+        path = [*_CITATIONS, name]
         parts = list(passage.parts)
         parts[passage.number : passage.number + len(blocks)] = ordered
         own = msgspec.json.decode(passage.messages[passage.place], type=Fields)
@@ -163,9 +163,7 @@ def _putter(body: MessagesBody, passage: Passage, blocks: Sequence[Raw], cited: 
         for number, raw in enumerate(passage.messages[passage.place + 1 :], passage.place + 1):
             # Earlier answers cite by the client's places.
             if name.encode() in bytes(raw):
-                message = msgspec.json.decode(raw)
-                _translate(message.get("content"), name, places)
-                changed[number] = encode(message)
+                changed[number] = _translate(raw, path, places)
         body.put_messages(changed)
 
     return put
@@ -309,33 +307,37 @@ class CitationTranslator:
     def _line(self, line: bytes) -> bytes:
         if not line.startswith(b"data:") or self._name.encode() not in line:
             return line
-        event = decode(line[5:], dict[str, Any])
-        if event is None:
+        event = received = Raw(line[5:])
+        for path in _EVENT_CITATIONS:
+            event = _translate(event, [*path, self._name], self._places)
+        if event is received:
             return line
-        delta, block = event.get("delta"), event.get("content_block")
-        if isinstance(delta, dict):
-            _translate_citation(delta.get("citation"), self._name, self._places)
-        _translate([block], self._name, self._places)
-        return b"data: " + msgspec.json.encode(event) + line[len(line.rstrip(b"\r\n")) :]
+        return b"data: " + bytes(event) + line[len(line.rstrip(b"\r\n")) :]
 
     def _whole(self, content: bytes) -> bytes:
-        answer = decode(content, dict[str, Any]) if self._name.encode() in content else None
-        if answer is None:
+        if self._name.encode() not in content:
             return content
-        _translate(answer.get("content"), self._name, self._places)
-        return msgspec.json.encode(answer)
+        return bytes(_translate(Raw(content), [*_CITATIONS, self._name], self._places))
 
 
-def _translate(blocks: Any, name: str, places: Mapping[int, int]) -> None:
-    for block in blocks if isinstance(blocks, list) else []:
-        citations = block.get("citations") if isinstance(block, dict) else None
-        for citation in citations if isinstance(citations, list) else []:
-            _translate_citation(citation, name, places)
+# Paths of citations, with None for each item of a list: in a message or an answer, and in a stream's events.
+_CITATIONS = ("content", None, "citations", None)
+_EVENT_CITATIONS = (("delta", "citation"), ("content_block", "citations", None))
 
 
-def _translate_citation(citation: Any, name: str, places: Mapping[int, int]) -> None:
-    if isinstance(citation, dict) and type(citation.get(name)) is int:
-        citation[name] = places.get(citation[name], citation[name])
+def _translate(raw: Raw, path: Sequence[str | None], places: Mapping[int, int]) -> Raw:
+    """Return JSON with other places at the end of a path. All else keeps its bytes: a decoder refuses some numbers."""
+    if not path:
+        place = decode(raw, int)
+        return raw if place is None or place not in places else encode(places[place])
+    name, *rest = path
+    if name is None:
+        items = decode(raw, list[Raw])
+        return encode([_translate(each, rest, places) for each in items]) if items else raw
+    fields = decode(raw, Fields)
+    if not fields or name not in fields:
+        return raw
+    return encode(fields | {name: _translate(fields[name], rest, places)})
 
 
 def _unreadable(what: str) -> HTTPError:
