@@ -69,7 +69,7 @@ class ReplicaAddress:
 
 @dataclass(eq=False)
 class Replica:
-    """`up`: its server answered last time; `served`: requests sent to it."""
+    """`up`: its server answered last time; `served`: requests sent to it; `pauses`: backoffs after failures."""
 
     number: int
     server: Upstream
@@ -80,6 +80,7 @@ class Replica:
     backoff: CircuitBreaker = field(default_factory=make_backoff)
     in_flight: int = 0
     served: int = 0
+    pauses: int = 0
 
     @property
     def takes_requests(self) -> bool:
@@ -88,6 +89,9 @@ class Replica:
     @property
     def headers(self) -> Headers:
         return [] if self.rank is None else [(RANK, b"%d" % self.rank)]
+
+    def failed(self) -> None:
+        self.pauses += self.backoff.failed() > 0
 
 
 # Between two checks of a server that has just failed.
@@ -268,10 +272,13 @@ class Tries:
         self._repeatable = repeatable and only is None
         self._counted = counted
         self._has_failed = False
+        self._succeeds = False
+        self._pauses = 0
 
     def begin(self, replica: Replica) -> None:
         self.replicas.append(replica)
-        self._has_failed = False
+        self._has_failed = self._succeeds = False
+        self._pauses = replica.pauses
 
     @property
     def refusable(self) -> bool:
@@ -287,16 +294,24 @@ class Tries:
                 raise RefusedError(status, "The upstream server does not take requests.", code="upstream_unavailable")
         elif self._counted and status in _FAILED:
             self._has_failed = True
-            replica.backoff.failed()
-        elif self._counted:
+            replica.failed()
+        else:
+            self._succeeds = self._counted
+
+    def ended(self) -> None:
+        """Count a success: the answer has ended, or its client has left it after its beginning. Idempotent."""
+        replica = self.replicas[-1]
+        # An answer from before a backoff says nothing about its cause.
+        if self._succeeds and self._pauses == replica.pauses:
             replica.backoff.succeeded()
+        self._succeeds = False
 
     def failed(self) -> None:
         replica = self.replicas[-1]
         self._fleet.suspect(replica)
         if self._counted and not self._has_failed:
-            replica.backoff.failed()
-        self._has_failed = True
+            replica.failed()
+        self._has_failed, self._succeeds = True, False
 
     def gives_up(self, error: UpstreamError, *, begun: bool) -> bool:
         if not isinstance(error, RefusedError):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from math import inf
 from typing import Any
+from urllib.parse import unquote
 
 import anyio
 import httpx2
@@ -47,6 +48,7 @@ class HeldAnswer:
         of_tokens: bool,
         refusable: bool,
         on_begun: Callable[[], None] = lambda: None,
+        on_ended: Callable[[], None] = lambda: None,
         route: Route | None = None,
     ) -> None:
         self.begun = False
@@ -54,6 +56,7 @@ class HeldAnswer:
         self._of_tokens = of_tokens
         self._refusable = refusable
         self._on_begun = on_begun
+        self._on_ended = on_ended
         self._route = route
         self._head: Message | None = None
         # One buffer: a server may send single bytes.
@@ -67,13 +70,16 @@ class HeldAnswer:
             self._read_head(message)
             self._head = message
             return
+        if is_last := not message.get("more_body", False):
+            # Before the client sees the end: it may send the next request at once.
+            self._on_ended()
         chunk: bytes = message.get("body", b"")
         self._between_events = chunk.endswith(_EVENT_ENDS) if chunk else self._between_events
         if self.begun:
             await self._send(message)
             return
         self._held += chunk
-        if not message.get("more_body", False) or len(self._held) > _MOST_BYTES or not self._waits(chunk):
+        if is_last or len(self._held) > _MOST_BYTES or not self._waits(chunk):
             await self._begin(message)
 
     async def fail(self, error: HTTPError) -> None:
@@ -112,7 +118,8 @@ _REMEMBERED = 1 << 16
 # Longer answers, and longer beginnings of streams, are not read.
 _MOST_STORED_BYTES = 1 << 22
 _MOST_EVENTS_BYTES = 1 << 16
-_OF_ONE = re.compile(rb"/v1/responses/([^/?]+)")
+# On all routes of responses.
+_OF_ONE = re.compile(r"/+(?:openai/+)?(?:v1/+|deployments/+[^/]+/+)?responses/+([^/]+)")
 _LONGEST_ID = 512
 
 
@@ -142,8 +149,8 @@ class StoredResponses:
         return None if body is None else self._replicas.get(body.previous_response_id)
 
     def of_target(self, target: bytes) -> Replica | None:
-        named = _OF_ONE.match(target)
-        return None if named is None else self._replicas.get(named[1].decode("latin-1"))
+        named = _OF_ONE.match(unquote(target.partition(b"?")[0]))
+        return None if named is None else self._replicas.get(named[1])
 
     async def read(self, response: httpx2.Response, replica: Replica) -> AsyncIterator[bytes]:
         """Yield the answer; note its id before its end."""
@@ -241,7 +248,14 @@ class FleetProxy(ReverseProxy):
 
         # Requests that are not repeated keep the replica's answer.
         of_tokens = head.route in _OF_TOKENS
-        answer = HeldAnswer(send, of_tokens=of_tokens, refusable=tries.refusable, on_begun=begin, route=head.route)
+        answer = HeldAnswer(
+            send,
+            of_tokens=of_tokens,
+            refusable=tries.refusable,
+            on_begun=begin,
+            on_ended=tries.ended,
+            route=head.route,
+        )
         try:
             headers, content = _request_to(replica, head, sent, body)
             async with replica.server.send(head.method, head.target, headers, content) as response:
@@ -257,6 +271,8 @@ class FleetProxy(ReverseProxy):
                 raise
             return False
         finally:
+            if answer.begun:
+                tries.ended()
             self._end(placed)
 
     @contextmanager

@@ -26,14 +26,18 @@ class KeptBody:
         self.received = received
         self.parsed: ParsedBody | None = None
         self._share = share
+        # Whether every replica gets the same bytes.
+        self._is_final = False
 
     async def parse(self, parser: BodyParser, route: Route | None, workers: Workers) -> None:
-        """Parse the received bytes, again before each order: ordering changes what was parsed."""
-        if route is None:
+        """Parse the received bytes, again before each order: ordering changes what was parsed. Without documents to
+        order this is done once, since it also counts the request."""
+        if route is None or self._is_final:
             return
         work = partial(_parse, parser, route, self.received)
         self.parsed, size = await workers.run(work, len(self.received))
         self._share.resize(size)
+        self._is_final = self.parsed is None or (self.parsed.left is not None and not self.parsed.named)
 
     def send(self, body: bytes, *, again: bool = False) -> tuple[int, AsyncIterator[bytes]]:
         """Return the length and the pieces of the ordered `body`, which free it at their end.
@@ -43,6 +47,9 @@ class KeptBody:
         self.parsed = None
         if not again:
             self.received = b""
+        elif self._is_final:
+            # Its tools may be sorted.
+            self.received = body
         # Without documents it is the received body.
         self._share.resize(len(self.received) + (0 if body is self.received else len(body)))
         return len(body), self._pieces(body)

@@ -179,14 +179,13 @@ def replica_routes(fleet: Fleet) -> list[Route]:
         return JSONResponse({"replicas": fleet.as_json()}, headers={"Cache-Control": "no-store"})
 
     async def change(request: Request) -> JSONResponse:
-        number = int(request.path_params["number"])
-        if number >= len(fleet.replicas):
-            message = f"There is no replica {number}: {_PATH} lists them."
-            raise HTTPError(404, message, code="no_such_replica")
-        fleet.replicas[number].draining = request.url.path.endswith("/drain")
+        replica = next((each for each in fleet.replicas if str(each.number) == request.path_params["number"]), None)
+        if replica is None:
+            raise HTTPError(404, f"There is no such replica: {_PATH} lists them.", code="no_such_replica")
+        replica.draining = request.url.path.endswith("/drain")
         return await show(request)
 
-    paths = [f"{_PATH}/{{number:int}}/{verb}" for verb in ("drain", "resume")]
+    paths = [f"{_PATH}/{{number}}/{verb}" for verb in ("drain", "resume")]
     return [Route(_PATH, show), *(Route(path, change, methods=["POST"]) for path in paths)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from typing import Any
@@ -16,7 +17,8 @@ pytest.importorskip("uvicorn")
 import httpx2
 from prometheus_client import CollectorRegistry
 from support.far_end import WHOLE, Answer, FarEnd, Request, answer_events, answer_json
-from support.sent_requests import CERTIFICATES, CHAT, TOKEN, get, plain, post, tagged
+from support.sent_requests import CERTIFICATES, CHAT, ROLE, TOKEN, get, plain, post, tagged
+from support.waiting import eventually
 
 from ragorder import Orderer
 from ragorder.adapters.proxy import Fleet, ReplicaAddress, Timeouts, make_app
@@ -35,11 +37,12 @@ class Clock:
 
 class Engine(FarEnd):
     """Answers with `status`, and `headers`; a 0 stands for no answer, until `gate` is opened. A stream waits for the
-    gate after its first token."""
+    gate after its first token, or breaks after these `events`."""
 
-    def __init__(self, status: int = 200, **headers: str) -> None:
+    def __init__(self, status: int = 200, events: bytes = b"", **headers: str) -> None:
         super().__init__()
         self.status = status
+        self.events = events
         self.headers = headers
         self.gate = threading.Event()
 
@@ -52,6 +55,8 @@ class Engine(FarEnd):
             return answer_json(b"")
         if not self.status:
             return Answer([self.gate, None])
+        if self.events:
+            return answer_events(self.events, None)
         if request.body and request.json.get("stream"):
             return answer_events(TOKEN, self.gate, TOKEN + LAST)
         return answer_json(WHOLE if self.status == 200 else b"its own words", self.status, **self.headers)
@@ -70,6 +75,17 @@ class Front:
 
     def get(self, path: str) -> httpx2.Response:
         return get(self.url + path)
+
+    @contextmanager
+    def stream(self) -> Iterator[Iterator[bytes]]:
+        """The rest of an answer that has begun."""
+        with (
+            httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client,
+            client.stream("POST", self.url + CHAT, json=tagged("ab", stream=True)) as response,
+        ):
+            pieces = response.iter_raw()
+            assert next(pieces) == TOKEN
+            yield pieces
 
     def state(self, name: str) -> list[Any]:
         return [each[name] for each in self.get("/ragorder/replicas").json()["replicas"]]
@@ -220,6 +236,43 @@ class TestAReplicaThatFailsAgainAndAgain:
         # It has computed less.
         assert set(fleet.served_by(4)) == {"0"}
 
+    @pytest.mark.parametrize("events", [ROLE, TOKEN], ids=["before its first token", "after it"])
+    def test_is_left_out_if_it_breaks_its_answers(self, front: MakeFront, events: bytes) -> None:
+        """Whatever its status promised."""
+        broken, other = Engine(events=events), Engine()
+        fleet = front(broken, other)
+        for number in range(16):
+            with suppress(httpx2.RemoteProtocolError):
+                fleet.post(plain(str(number)))
+            # Its health check is good.
+            assert eventually(lambda: all(fleet.state("up")))
+        assert broken.posts == 5
+        assert fleet.state("rests_s") == [1, 0]
+
+    def test_is_left_out_although_an_earlier_answer_ends_well(self, front: MakeFront) -> None:
+        engine = Engine()
+        fleet = front(engine)
+        with fleet.stream() as pieces:
+            engine.status = 500
+            for number in range(5):
+                fleet.post(plain(str(number)))
+            engine.gate.set()
+            assert b"".join(pieces) == TOKEN + LAST
+        assert eventually(lambda: fleet.state("in_flight") == [0])
+        assert fleet.state("rests_s") == [1]
+
+    def test_has_not_failed_if_a_client_leaves_its_answer(self, front: MakeFront) -> None:
+        engine = Engine()
+        fleet = front(engine)
+        for _ in range(2):
+            engine.status = 500
+            for number in range(4):
+                fleet.post(plain(str(number)))
+            with fleet.stream():
+                pass
+            assert eventually(lambda: fleet.state("in_flight") == [0])
+        assert fleet.state("rests_s") == [0]
+
     def test_is_asked_if_all_fail(self, front: MakeFront) -> None:
         engines = [Engine(500), Engine(500)]
         fleet = front(*engines)
@@ -269,12 +322,7 @@ class TestTheDeadline:
         talking, silent = Engine(), Engine(0)
         fleet = front(talking, silent, timeouts=Timeouts(tries_s=0.5))
         fleet.post({}, "/ragorder/replicas/1/drain")
-        with (
-            httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client,
-            client.stream("POST", fleet.url + CHAT, json=tagged("ab", stream=True)) as response,
-        ):
-            pieces = response.iter_raw()
-            assert next(pieces) == TOKEN
+        with fleet.stream() as pieces:
             fleet.post({}, "/ragorder/replicas/1/resume")
             fleet.post({}, "/ragorder/replicas/0/drain")
             # Sent later: when its time is over, so would be that of the stream.

@@ -24,8 +24,9 @@ import httpx2
 from prometheus_client import CollectorRegistry, generate_latest
 from support import sent_requests
 from support.fake_engine import EngineProcess, Engines
+from support.far_end import Answer, FarEnd, Request, answer_json
 from support.rings import length
-from support.sent_requests import CERTIFICATES, CHAT, ROLE, TOKEN, get, plain, post
+from support.sent_requests import CERTIFICATES, CHAT, ROLE, TOKEN, echo, get, plain, post, post_to, proxy_to
 from support.serve_process import Served
 from support.streamed_answer import StreamedAnswer, stream
 from support.waiting import eventually, until
@@ -287,6 +288,21 @@ class TestStoredResponses:
                     assert answer.headers["x-ragorder-replica"] == replica
                 assert answer.status_code == 404, "it was deleted"
 
+    @pytest.mark.parametrize("prefix", ["", "/openai", "/openai/v1", "/openai/deployments/gpt", "//v1/"])
+    def test_are_found_on_every_route(self, prefix: str, proxy: MakeProxy, serve: Callable[[Any], str]) -> None:
+        names = iter(range(8))
+
+        class Store(FarEnd):
+            def play(self, request: Request) -> Answer:
+                return answer_json({"id": f"resp_{next(names)}"} if request.body else {})
+
+        front = proxy(*(serve(Store()) for _ in range(2)))
+        for _ in range(4):
+            made = front.post({"model": "m", "input": "?"}, f"{prefix}/responses")
+            for path in ("", "?include=x", "/input_items"):
+                shown = front.get(f"{prefix}/responses/{made.json()['id']}{path}")
+                assert shown.headers["x-ragorder-replica"] == made.headers["x-ragorder-replica"]
+
     def test_of_a_replica_that_is_lost_fail_as_the_others_say(self, fleet: MakeFleet) -> None:
         front, engines = fleet(2, check_s=60)
         answer = front.post({"model": "fake", "input": "?"}, "/v1/responses")
@@ -320,8 +336,9 @@ class TestDraining:
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_replica")
         front.post({}, f"/ragorder/replicas/{draining}/resume")
         assert front.post(tagged(["d0", "d1"])).headers["x-ragorder-replica"] == str(draining)
-        unknown = front.post({}, "/ragorder/replicas/7/drain")
-        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "no_such_replica")
+        for number in ("7", "9" * 5000, "one"):
+            unknown = front.post({}, f"/ragorder/replicas/{number}/drain")
+            assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "no_such_replica")
 
     def test_a_server_that_says_it_is_not_ready_gets_nothing(self, fleet: MakeFleet) -> None:
         front, engines = fleet(2)
@@ -364,6 +381,30 @@ class TestAnswers:
                 for engine in engines:
                     engine.open()
             assert (first.result().status_code, second.status_code) == (200, 200)
+
+    @pytest.mark.parametrize("options", [{}, {"stable_tools": True}], ids=["as it is", "with sorted tools"])
+    def test_of_another_replica_count_a_request_without_documents_once(self, options: dict[str, Any]) -> None:
+        class Transport(httpx2.AsyncBaseTransport):
+            async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+                if request.url.host == "down":
+                    raise httpx2.ConnectError("down")
+                return await httpx2.ASGITransport(echo).handle_async_request(request)
+
+        class Learner(list[Any]):
+            def add(self, tenant: str | None, texts: Any) -> None:
+                self.append(texts)
+
+        passed: list[str] = []
+        learner = Learner()
+        fleet = Fleet([ReplicaAddress(f"http://{host}", Orderer()) for host in ("down", "up")], check_s=60)
+        facts: dict[str, Any] = {"on_passed": passed.append, "learner": learner, "on_recognised": lambda *_: None}
+        app = proxy_to(echo, upstream=fleet, make_transport=Transport, **facts, **options)
+        tools = [{"type": "function", "function": {"name": name}} for name in "ba"]
+        answer = post_to(app, plain(tools=tools))
+        assert answer.headers["x-ragorder-replica"] == "1"
+        assert answer.json() == plain(tools=tools[::-1] if options else tools)
+        assert [each["served"] for each in fleet.as_json()] == [1, 1]
+        assert (passed, len(learner)) == (["no_documents"], 1)
 
 
 class TestHeldAnswers:
