@@ -118,7 +118,7 @@ class Server:
         except httpx2.ConnectError as error:
             message = f"{self.root} cannot be reached ({error}): check host and port, and that the server is up"
             raise ServerError(message) from None
-        except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL, OSError, UnicodeError) as error:
             # Such an error's text may quote a header or a URL, and with it a key.
             message = f"{where} gave no answer in HTTP ({type(error).__name__}): check the port, and http or https"
             raise ServerError(message) from None
@@ -141,6 +141,8 @@ class Server:
         shown = printable(re.sub(r"^(\w+://)?.*@", r"\1", base_url.partition("?")[0]))
         try:
             url = self._httpx2.URL(base_url.strip())
+            # The resolver fails with UnicodeError for an empty label or a long one.
+            url.raw_host.decode("ascii").encode("idna")
         except (self._httpx2.InvalidURL, ValueError):
             url = None
         if url is None or url.scheme not in ("http", "https") or not url.host or not 0 < (url.port or 80) < 65536:

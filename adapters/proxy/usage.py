@@ -35,7 +35,6 @@ _COUNTS = (
     "total_tokens",
     "cache_read_input_tokens",
     "cache_creation_input_tokens",
-    "prompt_cache_hit_tokens",
 )
 _DETAILS = ("prompt_tokens_details", "input_tokens_details")
 _COUNTS_OF_DETAILS = ("cached_tokens", "cache_write_tokens")
@@ -108,10 +107,9 @@ class WholeReader:
 
 
 class EventLines:
-    """Lines of server-sent events, ended by LF, CR or both; None for one longer than `limit` bytes."""
+    """Lines of server-sent events, ended by LF, CR or both; None for one longer than 1 MiB."""
 
-    def __init__(self, limit: int = _MAX_LINE) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._line = bytearray()
         self._too_long = False
 
@@ -119,7 +117,7 @@ class EventLines:
         """Yield the lines that a chunk ends. Read all of them."""
         for piece in chunk.splitlines(keepends=True):
             text = piece.rstrip(b"\r\n")
-            self._too_long = self._too_long or len(self._line) + len(text) > self._limit
+            self._too_long = self._too_long or len(self._line) + len(text) > _MAX_LINE
             if self._too_long:
                 self._line.clear()
             else:

@@ -333,6 +333,7 @@ class TestWhatIsWrong:
                 (["--upstream", each], f"write http://{each}")
                 for each in ("localhost:8000", "127.0.0.1:8/v1", "gpu-1.lan")
             ),
+            *((["--upstream", f"http://{each}"], "is not the URL of a server") for each in ("gpu..lan", "g" * 64)),
             ([*NOWHERE, *NOWHERE, *SIZES], "--upstream: the same server twice"),
             (["--upstream-api-key", "ä"], "--upstream: the API key"),
             (["--host", "203.0.113.1"], "203.0.113.1 port 0"),

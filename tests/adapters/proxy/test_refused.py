@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.far_end import FarEnd
+from support.far_end import Answer, FarEnd
 from support.sent_requests import (
     CHAT,
     TEMPLATE,
@@ -29,7 +30,7 @@ from support.proxied import (
     tagged,
 )
 
-from ragorder.adapters.http_client import AddressError
+from ragorder.adapters.http_client import AddressError, Server, ServerError
 from ragorder.adapters.proxy import (
     DocumentTemplate,
     Fleet,
@@ -167,3 +168,9 @@ class TestFailures:
         with pytest.raises(error, match=said) as caught:
             make_app(Orderer(), **{"upstream": "http://127.0.0.1:1"} | options)
         assert "secret" not in str(caught.value)
+
+
+def test_a_server_that_redirects_to_no_possible_host_gives_no_answer(serve: Callable[[Any], str]) -> None:
+    far_end = FarEnd(Answer([b" "], 302, [("location", "http://gpu..lan/metrics")]))
+    with Server(serve(far_end), timeout_s=60) as server, pytest.raises(ServerError, match="gave no answer"):
+        server.get("/metrics")
