@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ragorder.common.running_mean import RunningMean
+from ragorder.pipelining.servers import FirstFailures
 
 
 def prefill_batch(token_budget: int, prompt_tokens: int) -> int:
@@ -38,6 +39,7 @@ class EngineLoad:
         self._pending = 0
         self._clock = clock
         self._prefill_s = RunningMean(arithmetic_start=True)
+        self._warn = FirstFailures()
 
     @property
     def prefill_s(self) -> float | None:
@@ -45,7 +47,9 @@ class EngineLoad:
 
     @property
     def pending(self) -> int:
-        reported = self._reported() if self._reported is not None else None
+        reported = None
+        if self._reported is not None:
+            reported = self._warn.guard("the engine's report", self._reported)
         return max(self._pending, reported or 0) + self.admitted
 
     @property

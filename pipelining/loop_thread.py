@@ -20,6 +20,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
         self._closed = False
+        self._submitting = threading.Lock()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         if threading.current_thread() is self._thread:
@@ -36,21 +37,25 @@ class LoopThread:
         return await asyncio.wrap_future(self._submit(work))
 
     def close(self, end: Callable[[], Awaitable[None]] | None = None) -> None:
-        if self._closed:
-            return
-        self._closed = True
+        with self._submitting:
+            if self._closed:
+                return
+            self._closed = True
+            # Work that was submitted before is a task when the end lists them.
+            ending = asyncio.run_coroutine_threadsafe(self._end(end), self._loop)
         try:
-            asyncio.run_coroutine_threadsafe(self._end(end), self._loop).result()
+            ending.result()
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        if self._closed:
-            work.close()
-            raise RuntimeError(f"{self._name} is closed")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._submitting:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise RuntimeError(f"{self._name} is closed")
 
     async def _end(self, end: Callable[[], Awaitable[None]] | None) -> None:
         try:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic
 
 from ragorder.pipelining.protocols import D, Q
-from ragorder.pipelining.servers import call
+from ragorder.pipelining.servers import call, in_thread
 
 if TYPE_CHECKING:
     from ragorder.pipelining.staged import Stage, StagedSearch
@@ -41,7 +40,7 @@ def staged_retrieval(
     unshared search run in a thread. `document` takes an index's id."""
 
     async def stages(question: Q) -> AsyncGenerator[Provisional[D], None]:
-        vector = await asyncio.to_thread(embed, question)
+        vector = await in_thread(embed, question)
         # Searches expect rows of vectors.
         vector = vector[None] if getattr(vector, "ndim", 2) == 1 else vector
         shared = getattr(search, "search_async", None)
@@ -54,6 +53,6 @@ def staged_retrieval(
 
 
 async def stages_of(search: StagedSearch, vector: Any, top_k: int) -> AsyncGenerator[Stage, None]:
-    found = iter(await asyncio.to_thread(search.search, vector, top_k))
-    while (stage := await asyncio.to_thread(next, found, None)) is not None:
+    found = iter(await in_thread(search.search, vector, top_k))
+    while (stage := await in_thread(next, found, None)) is not None:
         yield stage

@@ -23,6 +23,7 @@ class AnswerStream(AsyncIterator[str], ABC, Generic[P]):
     def __init__(self, parts: AsyncGenerator[P, None]) -> None:
         self._parts = parts
         self._texts: list[str] = []
+        self._reading = asyncio.Lock()
 
     @property
     def text(self) -> str:
@@ -32,10 +33,11 @@ class AnswerStream(AsyncIterator[str], ABC, Generic[P]):
     def _read(self, part: P) -> str: ...
 
     async def __anext__(self) -> str:
-        async for part in self._parts:
-            if text := self._read(part):
-                self._texts.append(text)
-                return text
+        async with self._reading:
+            async for part in self._parts:
+                if text := self._read(part):
+                    self._texts.append(text)
+                    return text
         raise StopAsyncIteration
 
     async def __aenter__(self) -> Self:
@@ -45,7 +47,9 @@ class AnswerStream(AsyncIterator[str], ABC, Generic[P]):
         await self.close()
 
     async def close(self) -> None:
-        await self._parts.aclose()
+        """Wait for another task that reads, also one that is being cancelled."""
+        async with self._reading:
+            await self._parts.aclose()
 
 
 async def run_batch(
@@ -91,8 +95,21 @@ async def call(function: Callable[..., Any], *args: Any) -> Any:
     """Call a coroutine function on the event loop, another one in a thread."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
         return await function(*args)
-    result = await asyncio.to_thread(function, *args)
+    result = await in_thread(function, *args)
     return await result if inspect.isawaitable(result) else result
+
+
+async def in_thread(function: Callable[..., T], *args: Any) -> T:
+    """Call a user's function in a thread. StopIteration becomes RuntimeError, as in a coroutine."""
+
+    def called() -> T:
+        try:
+            return function(*args)
+        except StopIteration as error:
+            # Before Python 3.11.8 whoever waits for it would wait for ever.
+            raise RuntimeError("a function raised StopIteration") from error
+
+    return await asyncio.to_thread(called)
 
 
 async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -30,8 +30,12 @@ class Warming:
         self._task = task
         self._users = 1
 
-    def join(self) -> None:
+    def join(self) -> bool:
+        """Return False if it is being cancelled."""
+        if self._task.cancelling():
+            return False
         self._users += 1
+        return True
 
     def leave(self) -> None:
         """End a retrieval; the last one cancels the warm-up."""
@@ -59,8 +63,7 @@ class WarmUp(Generic[Q]):
         try:
             scope = self._prefix.scope(question)
             warming = self._warming.get(scope)
-            if warming is not None:
-                warming.join()
+            if warming is not None and warming.join():
                 return warming
             if self._prefix.is_cached(question):
                 return None

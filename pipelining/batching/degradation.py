@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from ragorder.pipelining.batching.requests import BatchedRequest
-from ragorder.pipelining.servers import FirstFailures
+from ragorder.pipelining.servers import FirstFailures, in_thread
 
 # Memory is freed at most this often for one request.
 _MOST_RELIEFS = 64
@@ -115,7 +115,7 @@ class Degradation:
         async with self._relieving:
             for relief in self._reliefs:
                 try:
-                    helped = await asyncio.to_thread(relief.relieve)
+                    helped = await in_thread(relief.relieve)
                 except Exception as error:
                     self._warn("relieving memory", error)
                     continue

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ragorder.pipelining.protocols import D, Q, Q_contra
 from ragorder.pipelining.retrieval import Retrieval
-from ragorder.pipelining.servers import end_all, outcome_of
+from ragorder.pipelining.servers import end_all, in_thread, outcome_of
 
 if TYPE_CHECKING:
     from ragorder.pipelining.batching.partitioned import PartitionedPass, PartitionedSearch
@@ -113,6 +113,11 @@ class PartitionedRetrieval(Generic[Q, D]):
     def partitions(self) -> int:
         return len(self.index.held)
 
+    @property
+    def resident(self) -> int:
+        """See `PartitionedSearch`."""
+        return self.index.resident
+
     def resize(self, partitions: int) -> None:
         """See `PartitionedSearch.resize`."""
         self.index.resize(partitions)
@@ -129,12 +134,12 @@ class PartitionedRetrieval(Generic[Q, D]):
         self, tasks: Sequence[SearchTask[Q]], more: Callable[[], Sequence[SearchTask[Q]]], /
     ) -> AsyncGenerator[tuple[int, Sequence[D] | Exception], None]:
         entries = sorted((_Entry(position, task) for position, task in enumerate(tasks)), key=_Entry.is_new)
-        passing = self.index.resume(await asyncio.to_thread(self._begin, entries))
+        passing = self.index.resume(await in_thread(self._begin, entries))
         count = len(tasks)
         try:
             while entries:
                 wanted = [not entry.task.abandoned for entry in entries]
-                found, left = await asyncio.to_thread(self._advance, passing, wanted)
+                found, left = await in_thread(self._advance, passing, wanted)
                 for entry in entries:
                     entry.stages += 1
                 for row, documents in found:
@@ -144,7 +149,7 @@ class PartitionedRetrieval(Generic[Q, D]):
                     continue
                 joined = [_Entry(count + number, task) for number, task in enumerate(joining)]
                 count += len(joined)
-                begun, failed = await asyncio.to_thread(self._join, passing, joined)
+                begun, failed = await in_thread(self._join, passing, joined)
                 entries += begun
                 for entry, error in failed:
                     yield entry.position, error

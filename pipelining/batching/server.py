@@ -23,7 +23,7 @@ from ragorder.pipelining.batching.retrieval_worker import RetrievalWorker
 from ragorder.pipelining.protocols import D, Q, R, RequestBuilder, StreamingEngine
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError
 from ragorder.pipelining.retrieval import Retrieval
-from ragorder.pipelining.servers import FirstFailures, run_batch
+from ragorder.pipelining.servers import FirstFailures, in_thread, run_batch, wait_for_end
 
 _EVENTS = 4096
 
@@ -123,7 +123,7 @@ class DecoupledServer(Generic[Q, D, R]):
             reliefs=chosen,
             **common,
         )
-        self._resident: int = getattr(self._searched, "partitions", None) or 0
+        self._placed: int = getattr(self._searched, "partitions", None) or 0
         if placement is not None:
             self._check_placement(placement)
             self.generating.most = placement.batch
@@ -168,14 +168,15 @@ class DecoupledServer(Generic[Q, D, R]):
             self.generating.most = placement.batch if most is None else min(most, placement.batch)
             try:
                 if placement.partitions < resident:
-                    await asyncio.to_thread(self._resize_now, placement.partitions)
+                    await self._resize(placement.partitions)
                 tokens = await self._place_engine(placement)
                 if placement.partitions > resident:
-                    await asyncio.to_thread(self._resize_now, placement.partitions)
+                    await self._resize(placement.partitions)
             except BaseException:
                 self.generating.most, self.generating.kv_limit = most, limit
-                if self._resident != resident:
-                    await asyncio.to_thread(self._resize_now, resident)
+                # Partitions that were relieved meanwhile are not given back.
+                if placement.partitions < resident or self._resident > resident:
+                    await self._resize(resident)
                 self.generating.wake()
                 raise
             self.generating.most = placement.batch
@@ -189,7 +190,7 @@ class DecoupledServer(Generic[Q, D, R]):
         if not callable(place):
             return None
         before = list(self.generating.running)
-        while (tokens := await asyncio.to_thread(place, placement)) is None:
+        while (tokens := await in_thread(place, placement)) is None:
             before = [request for request in before if request in self.generating.running]
             if not before:
                 raise TimeoutError("the engine has no room for this placement while requests run")
@@ -288,8 +289,20 @@ class DecoupledServer(Generic[Q, D, R]):
                 f"partitions={placement.partitions}"
             )
 
+    @property
+    def _resident(self) -> int:
+        """The most partitions in memory; of a retrieval that does not say so, those of the last placement."""
+        resident: int | None = getattr(self._searched, "resident", None)
+        return self._placed if resident is None else resident
+
+    async def _resize(self, partitions: int) -> None:
+        resizing = asyncio.create_task(in_thread(self._resize_now, partitions))
+        # The thread goes on if this is cancelled: only then is known what has to be set back.
+        await wait_for_end(lambda: (resizing,))
+        await resizing
+
     def _resize_now(self, partitions: int) -> None:
-        self._resident = partitions
+        self._placed = partitions
         resize = getattr(self._searched, "resize", None)
         if callable(resize):
             resize(partitions)

@@ -69,7 +69,8 @@ def query_of(node: Retrieval, state: State) -> str:
 
 
 def _documents(value: Any) -> Iterable[Any]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
+    # They are read more than once, and an iterator only once.
+    if isinstance(value, str | Iterator) or not isinstance(value, Iterable):
         raise UnusableValueError(f"documents must be a sequence of them, got {type(value).__name__}")
     return value
 

@@ -207,7 +207,9 @@ class SpeculativeSearch:
         finally:
             self._measured.speculative_embeddings -= 1
         if self.item.after is not None and self._before is not None:
-            self.item.after.drift = self._searcher.distance(self._before, self.vector)
+            # A search function of one's own may take vectors that cannot be subtracted.
+            with suppress(Exception):
+                self.item.after.drift = self._searcher.distance(self._before, self.vector)
         try:
             self._handle = self._searcher.begin(
                 self.vector,

@@ -212,7 +212,11 @@ class WorkflowServer(Generic[D, R]):
     def _streams(self, graph: CompiledGraph, id: NodeId) -> bool:
         for transformation in self.transformations:
             reads_tokens = getattr(transformation, "reads_tokens", None)
-            if reads_tokens is None or reads_tokens(graph, id, self.measurements):
+            if reads_tokens is None:
+                return True
+            reads = self._warn.guard(transformation.name, reads_tokens, graph, id, self.measurements)
+            # One that fails may read them.
+            if reads or reads is None:
                 return True
         if not self.transformations:
             return False

@@ -81,7 +81,8 @@ class TestDegradation:
     async def test_then_memory_is_relieved_and_then_the_request_ends_with_its_error(self) -> None:
         engine = OneFailure(MemoryError("secret"), 0)
         relief = Relieving(engine, 1)
-        async with plain_server(engine, reliefs=[relief]) as server:
+        failing: Any = [SimpleNamespace(relieve=broken), SimpleNamespace(relieve=lambda: next(iter(())))]
+        async with asyncio.timeout(60), plain_server(engine, reliefs=[*failing, relief]) as server:
             assert (await server.run(question())).trace.failures == 1 and relief.calls == 1
             assert [event.event for event in server.trace if event.event == "relieved"] == ["relieved"]
             engine.most = -1
@@ -156,10 +157,14 @@ class TestDegradation:
                 assert shown == ["one ", "two "] and stream.answer is None
             assert (await server.run(question())).text == f"{again} "
 
-    async def test_a_question_that_fails_its_batch_ends_alone(self, search: Any, index: Any) -> None:
-        async with server_on(retrieval_of(search, picky)) as server:
+    @pytest.mark.parametrize("stops", [False, True])
+    async def test_a_question_that_fails_its_batch_ends_alone(self, search: Any, index: Any, stops: bool) -> None:
+        def stopping(questions: Any) -> Any:
+            return embed(questions) if all("13" not in each.text for each in questions) else next(iter(()))
+
+        async with asyncio.timeout(60), server_on(retrieval_of(search, stopping if stops else picky)) as server:
             outcomes: list[Any] = await asyncio.gather(*asking(server, *range(30)), return_exceptions=True)
-        assert isinstance(outcomes.pop(13), ValueError)
+        assert isinstance(outcomes.pop(13), RuntimeError if stops else ValueError)
         assert [each.text for each in outcomes] == expected(index, *range(13), *range(14, 30))
 
     async def test_a_search_that_failed_goes_on_where_it_was(self, path: Path, whole_index: Any) -> None:

@@ -207,11 +207,10 @@ class TestWorkers:
 
             runs = asking(server, *range(24))
             await until(lambda: engine.running)
-            results = await asyncio.gather(
-                *(server.generating.between_batches(hook) for hook in (reorganise, in_the_loop, lambda: 1 // 0)),
-                return_exceptions=True,
-            )
-            assert results[:2] == ["thread", "coroutine"] and isinstance(results[2], ZeroDivisionError)
+            hooks: list[Any] = [reorganise, in_the_loop, lambda: 1 // 0, lambda: next(iter(()))]
+            results = await asyncio.gather(*map(server.generating.between_batches, hooks), return_exceptions=True)
+            assert results[:2] == ["thread", "coroutine"]
+            assert list(map(type, results[2:])) == [ZeroDivisionError, RuntimeError]
             assert set(seen) == {(0, 0)} and not all(run.done() for run in runs)
             searched: list[bool] = []
             await server.retrieving.between_batches(lambda: searched.append(not server.retrieving.running))
@@ -264,6 +263,20 @@ class TestWorkers:
             await asyncio.gather(*runs)
         # Of more partitions the engine gives up its memory first; fewer give up theirs.
         assert order == [("engine", 2), ("server", 4), ("engine", 1), ("server", 1)]
+        order.clear()
+        # Without a first placement they are those of the search.
+        search.resize(3)
+        async with server_on(search, Placed()) as server:
+            await asyncio.gather(*asking(server, *range(12)))
+            await server.place(placed(1))
+        assert order == [("engine", 1)] and search.resident == 1
+
+    async def test_a_placement_gives_back_what_was_relieved(self, search: Any) -> None:
+        async with server_on(search, placement=placed(4)) as server:
+            await asyncio.gather(*asking(server, *range(12)))
+            assert search.relieve() and search.resident < 4
+            await server.place(placed(4))
+            assert search.resident == 4
 
     async def test_requests_go_on_while_an_engine_is_placed(self, search: Any) -> None:
         """Answers begin and end between the begin and the end of a move."""
@@ -312,17 +325,41 @@ class TestWorkers:
         # None that came later than the move began beside more than its batch.
         assert asked[0] == 4 and min(asked) <= 1
 
-    async def test_an_engine_that_cannot_be_placed_leaves_batch_and_partitions(self, search: Any) -> None:
+    @pytest.mark.parametrize("error", [OSError("the disk has failed"), StopIteration()])
+    async def test_an_engine_that_cannot_be_placed_leaves_batch_and_partitions(
+        self, search: Any, error: Exception
+    ) -> None:
         class Broken(SlowEngine):
             def place(self, placement: Placement) -> int:
-                raise OSError("the disk has failed")
+                raise error
 
-        async with server_on(search, Broken(), placement=placed(2)) as server:
+        async with asyncio.timeout(60), server_on(search, Broken(), placement=placed(2)) as server:
             for partitions, batch in ((0, 1), (4, 5)):
-                with pytest.raises(OSError, match="the disk has failed"):
+                with pytest.raises((OSError, RuntimeError), match=r"the disk has failed|StopIteration"):
                     await server.place(placed(partitions, batch))
                 assert (server.generating.most, search.resident) == (3, 2)
             await asyncio.gather(*asking(server, *range(6)))
+
+    @pytest.mark.parametrize("resident", [0, 4])
+    async def test_a_placement_that_is_cancelled_leaves_batch_and_partitions(self, path: Path, resident: int) -> None:
+        """Also one whose partitions are just being set, in a thread."""
+        begun, go_on = threading.Event(), threading.Event()
+
+        class Slow(PartitionedSearch):
+            def resize(self, resident: int) -> None:
+                begun.set()
+                assert go_on.wait(60)
+                super().resize(resident)
+
+        with Slow(path, 5, resident=2, cores=1) as search:
+            async with server_on(search) as server:
+                moving = asyncio.create_task(server.place(placed(resident)))
+                assert await asyncio.to_thread(begun.wait, 60)
+                moving.cancel()
+                await turns(5)
+                go_on.set()
+                await asyncio.wait((moving,))
+                assert moving.cancelled() and (server.generating.most, search.resident) == (None, 2)
 
     async def test_requests_that_are_cached_go_first(self) -> None:
         """Within the window, and the others in order of arrival."""

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.waiting import turns
+from support.waiting import turns, until
 
 from ragorder.pipelining import (
     AnswerChunk,
@@ -23,6 +24,7 @@ from ragorder.pipelining import (
     Usage,
     WarmUp,
     plain_retrieval,
+    staged_retrieval,
 )
 from ragorder.pipelining.load import prefill_batch
 from ragorder.pipelining.speculation import Speculation
@@ -220,6 +222,16 @@ class TestLoad:
         load = EngineLoad(1, reported=lambda: len(others))
         stream = await pipeline(Search("A", "A", "A", after={1: others.clear}), load=load).answer("q")
         assert stream.trace.refused == 1 and stream.trace.right and stream.trace.speculated_stage == 2
+
+    async def test_a_report_that_fails_costs_no_answer(self, caplog: pytest.LogCaptureFixture) -> None:
+        def reported() -> int:
+            raise ConnectionError("a secret")
+
+        stream = await pipeline(Search("A", "A", "A"), load=EngineLoad(1, reported)).answer("q")
+        assert stream.text == "A " and stream.trace.right
+        assert [record.message for record in caplog.records] == [
+            "the engine's report failed: ConnectionError; later failures are not logged"
+        ]
 
     async def test_pending_are_those_without_a_first_token(self) -> None:
         engine, load = PlayedEngine(free=False), EngineLoad(2)
@@ -429,6 +441,27 @@ class TestFaults:
             assert await anext(stream) == "A "
         assert engine.aborted == [Sent("q", ("A", "B", "C"))] and prompts.finished == ["confirmed without usage"]
 
+    async def test_closing_a_stream_waits_for_a_reader_that_is_being_cancelled(self) -> None:
+        class Slow(PlayedEngine):
+            async def stream(self, request: Sent, /) -> AsyncGenerator[AnswerChunk, None]:
+                try:
+                    async for chunk in super().stream(request):
+                        yield chunk
+                finally:
+                    await turns(8)
+                    self.ended.append(request)
+
+        engine = Slow(free=False)
+        stream = pipeline(Search("A"), engine).stream("q")
+        reader = asyncio.ensure_future(anext(stream, None))
+        await until(lambda: engine.sent)
+        reader.cancel()
+        await stream.close()
+        assert engine.ended == [Sent("q", ("A",))] and await anext(stream, None) is None
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        await no_tasks_left()
+
 
 class PlayedPrefix:
     def __init__(self, *, cached: bool = False) -> None:
@@ -484,6 +517,30 @@ class TestWarmUp:
             assert prefix.aborted == aborted
         await no_tasks_left()
 
+    async def test_one_that_is_being_aborted_is_not_joined(self) -> None:
+        class Slow(PlayedPrefix):
+            async def prefill(self, question: str, /) -> None:
+                try:
+                    await self.gate.wait()
+                finally:
+                    await turns(8)
+                    self.aborted.append(question)
+
+        prefix = Slow()
+        warm_up = WarmUp(prefix)
+        for question in ("a1", "a2"):
+            warming = warm_up.start(question)
+            await turns(2)
+            assert warming is not None
+            warming.leave()
+            await turns(2)
+            assert prefix.aborted == []
+        assert warm_up.started == 2
+        await turns(20)
+        # No abort was interrupted by that of another.
+        assert prefix.aborted == ["a1", "a2"]
+        await no_tasks_left()
+
     async def test_retrieval_that_fails_aborts_it(self) -> None:
         prefix = PlayedPrefix()
         search = Search("A", "A", after={1: RuntimeError("index")})
@@ -522,6 +579,21 @@ class TestPlainRetrieval:
         for retrieve in (lambda question: [question], coroutine, Object()):
             async with aclosing(plain_retrieval(retrieve)("q")) as stages:
                 assert [stage async for stage in stages] == [Provisional(["q"], final=True)]
+
+    @pytest.mark.parametrize("part", ["retrieve", "embed", "search"])
+    async def test_one_that_finds_no_next_item_fails_its_question_and_holds_up_nobody(self, part: str) -> None:
+        def first(*_: Any) -> Any:
+            return next(iter(()))
+
+        search: Any = SimpleNamespace(search=first)
+        retrievals: dict[str, Any] = {
+            "retrieve": plain_retrieval(first),
+            "embed": staged_retrieval(search, first, str, top_k=1),
+            "search": staged_retrieval(search, list, str, top_k=1),
+        }
+        async with asyncio.timeout(60):
+            with pytest.raises(RuntimeError, match="StopIteration"):
+                await pipeline(retrievals[part]).answer("q")
 
 
 class TestSync:

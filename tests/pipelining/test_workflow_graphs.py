@@ -299,6 +299,16 @@ class TestRuns:
                 "node 'b': documents must be a sequence of them, got str",
             ),
             (
+                # Read a second time, it would have none.
+                chain(
+                    ask()
+                    .add_step("b", lambda state: {"docs": filter(None, ["one"])}, writes="docs")
+                    .add_generation("c", prompt="{a}", output="name", documents="docs"),
+                    *"abc",
+                ),
+                "node 'c': documents must be a sequence of them, got filter",
+            ),
+            (
                 chain(ask().add_step("b", nothing, writes="name").add_retrieval("c", query="name"), "a", "b", "c"),
                 "node 'c': the state has no 'name'",
             ),

@@ -246,17 +246,21 @@ class TestServer:
             assert str(streamed.value) == str(failed)
             await settled(server, engine, search, prompts)
 
-    async def test_a_node_that_waits_for_something_cancelled_ends_its_request(self, search: ContinuousIVF) -> None:
-        async def step(state: Any) -> dict[str, Any]:
+    @pytest.mark.parametrize("name", ["CancelledError", "RuntimeError"])
+    async def test_a_node_that_waits_for_something_cancelled_or_stops_an_iteration_ends_its_request(
+        self, search: ContinuousIVF, name: str
+    ) -> None:
+        async def cancelled(state: Any) -> dict[str, Any]:
             task = asyncio.create_task(asyncio.sleep(3600))
             task.cancel()
             await task
             return {}
 
+        step: Any = cancelled if name == "CancelledError" else lambda state: next(iter(()))
         graph = RAGraph("broken").add_step("step", step).add_generation("answer", prompt="{query}")
         engine, prompts = SlowEngine(), PlainPrompts()
         async with server_of(search, engine, prompts) as server:
-            with pytest.raises(NodeError, match="workflow 'broken', node 'step': CancelledError"):
+            with pytest.raises(NodeError, match=f"workflow 'broken', node 'step': {name}"):
                 async with asyncio.timeout(60):
                     await server.run(chain(graph, "step", "answer").compile(), "why?")
             await settled(server, engine, search, prompts)
@@ -299,12 +303,20 @@ class TestServer:
             name = "broken"
             apply = broken
 
+        class Unread(Split):
+            name = "unread"
+            reads_tokens = broken
+
         graph = irg().compile()
-        async with server_of(search, transformations=(Broken(), *eager()), observer=broken) as server:
-            result = await server.run(graph, "why?")
-        assert result.text == (await interpreted(graph, index, "why?")).text
+        async with (
+            asyncio.timeout(60),
+            server_of(search, transformations=(Unread(), Broken(), *eager()), observer=broken) as server,
+        ):
+            results = await asyncio.gather(*(server.run(graph, "why?") for _ in range(3)))
+        assert {result.text for result in results} == {(await interpreted(graph, index, "why?")).text}
         assert [record.message for record in caplog.records] == [
             "broken failed: InjectedError; later failures are not logged",
+            "unread failed: InjectedError; later failures are not logged",
             "observer failed: InjectedError; later failures are not logged",
         ]
 

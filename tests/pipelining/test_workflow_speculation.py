@@ -285,6 +285,21 @@ class TestSpeculation:
             await played.play(run)
             assert run.result().text == long_answer(engine.sent[1]) and engine.sent[0] == engine.sent[1]
 
+    async def test_vectors_that_cannot_be_subtracted_are_searched_ahead_of_need(self) -> None:
+        """Such as a dense and a sparse one of the same text."""
+
+        async def embed(query: str) -> dict[str, Any]:
+            return {"dense": vector(query), "sparse": query}
+
+        async def search(vector: dict[str, Any], k: int) -> list[str]:
+            return [vector["sparse"]]
+
+        # The last of the guess's queries is the whole guess, since texts are looked at every eight words.
+        engine = SlowEngine(lambda request: " ".join(map(str, range(40))), pause_s=0.001)
+        async with eager_server(engine, search, embed, None, transformations=[SpeculateRetrieval(every=1)]) as server:
+            trace = (await server.run(hyde().compile(), "why?")).trace
+        assert [piece.outcome for piece in speculative(trace, "search")] == ["rolled back"] * 4 + ["used"]
+
     async def test_a_function_that_fails_ahead_of_need_is_called_again(self) -> None:
         calls: list[str] = []
 

@@ -88,6 +88,10 @@ class LiveRetrieval(PartitionedRetrieval[Question, Document]):
         super().__init__(search, *arguments, **options)
         self._each = each
 
+    @property
+    def resident(self) -> int:
+        return super().resident // self._each
+
     def resize(self, partitions: int) -> None:
         super().resize(self._each * partitions)
 
