@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import takewhile
 from math import inf, log2
+from operator import eq, ne
 
 # Number of ranks from which the next one is chosen under `max_gain_lost`.
 _REACH = 64
@@ -50,6 +52,8 @@ class RequestGuards:
                 _gain(rank) * self._discount(rank) for rank in self._middle
             )
         self._previous_in_group = self._chain(groups) if guards.keep_groups else {}
+        # The permitted beginning of the last path asked for: after each rank the best one left, and the gain lost.
+        self._placed: dict[int, tuple[int, float]] = {}
 
     def _chain(self, groups: Sequence[Hashable | None]) -> dict[int, int]:
         previous: dict[int, int] = {}
@@ -64,27 +68,35 @@ class RequestGuards:
 
     def permits(self, ranks: Sequence[int]) -> bool:
         first, middle = len(self._first), len(self._middle)
-        if any(rank != place for place, rank in enumerate(ranks[:first])):
+        if any(map(ne, ranks, self._first)) or any(map(ne, self._last, ranks[first + middle :])):
             return False
-        if any(rank != place for place, rank in zip(self._last, ranks[first + middle :], strict=False)):
+        begun, placed = ranks[first : first + middle], self._placed
+        # A search asks for one path after the other, and most of them begin as the last one did.
+        kept = sum(takewhile(bool, map(eq, begun, placed)))
+        while len(placed) > kept:
+            placed.popitem()
+        return all(map(self._place, begun[kept:]))
+
+    def _place(self, rank: int) -> bool:
+        """Place a rank after those placed, if it may stand there."""
+        placed = self._placed
+        place = self._middle.start + len(placed)
+        earliest, lost = next(reversed(placed.values()), (self._middle.start, 0.0))
+        if rank not in self._middle or not self._may_stand(rank, place, earliest, placed):
             return False
-        placed: set[int] = set()
-        earliest = self._middle.start
-        lost = 0.0
-        for place, rank in enumerate(ranks[first : first + middle], self._middle.start):
-            if rank not in self._middle or not self._may_stand(rank, place, earliest, placed):
+        # The best of those left loses nothing.
+        if self._may_lose < inf and rank != earliest:
+            loss = self._gains_lost(place, earliest, placed, self._may_lose - lost).get(rank)
+            if loss is None:
                 return False
-            if self._may_lose < inf:
-                loss = self._gains_lost(place, earliest, placed, self._may_lose - lost).get(rank)
-                if loss is None:
-                    return False
-                lost += loss
-            placed.add(rank)
-            while earliest in placed:
-                earliest += 1
+            lost += loss
+        placed[rank] = earliest, lost
+        while earliest in placed:
+            earliest += 1
+        placed[rank] = earliest, lost
         return True
 
-    def _may_stand(self, rank: int, place: int, earliest: int, placed: set[int]) -> bool:
+    def _may_stand(self, rank: int, place: int, earliest: int, placed: Container[int]) -> bool:
         """`earliest`, the best rank not yet placed, must come at its latest allowed place."""
         if rank == earliest:
             return True

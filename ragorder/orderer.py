@@ -233,10 +233,10 @@ class Orderer:
         - `lengths`: tokens before and after the documents
         - `history`: a conversation's messages (docs/conversations.md); `History()` for its first turn
         """
-        given = list(documents)
+        given, contents = list(documents), self._contents  # Another thread may close the orderer.
         if history is not None and _checked(history).segments and self.settings.reuse == "fused":
             self.degrade(_FUSED_HISTORY)
-        follows = self._contents is not None and self._contents.prefix_ids is not None
+        follows = contents is not None and contents.prefix_ids is not None
         if follows and scope is not None and not (isinstance(scope, str) and scope):
             self.degrade(_UNSALTED)
         try:

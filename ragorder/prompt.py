@@ -107,7 +107,7 @@ class PromptBuilder:
     - `align_to` (the engine's block size) pads system prompt and documents to whole blocks
     - `cached_documents`: documents whose tokens are kept, in at most 64 MiB
 
-    Special tokens in documents and questions are escaped; a history is sent unchanged.
+    Special tokens in documents and questions are escaped, and refused in templates; a history is sent unchanged.
     """
 
     def __init__(
@@ -135,6 +135,8 @@ class PromptBuilder:
         self._align_to = align_to
         self._tokenizer = SegmentTokenizer(tokenizer) if tokenizer is not None else None
         self._escape = special_token_escaper(self._tokenizer.special_tokens() if self._tokenizer else None)
+        for name in _FIELDS:
+            _check_escaped(name, self._arguments[name], self._escape)
         frame = (
             self._tokenizer.frame(system) if self._tokenizer else PromptFrame(f"{system}\n\n", "\n", system_role=True)
         )
@@ -370,3 +372,13 @@ def _check_template(name: str, template: str, required: str) -> None:
     if required not in fields or not fields <= _FIELDS[name]:
         allowed = ", ".join(f"{{{field}}}" for field in sorted(_FIELDS[name]))
         raise ValueError(f"{name} must contain {{{required}}} and may use only {allowed}: {template!r}")
+
+
+def _check_escaped(name: str, template: str, escape: Callable[[str], str]) -> None:
+    text = template.format(**dict.fromkeys(_FIELDS[name], "\0"))
+    escaped = escape(text)
+    if escaped != repair_unicode(text):
+        raise ValueError(
+            f"{name} has a special token, which is escaped like those in documents: use other markup. It "
+            f"would be sent as {escaped.replace(chr(0), '…')!r}"
+        )

@@ -44,9 +44,9 @@ class Cohorts:
             self._drop_first()
         return former
 
-    def latest(self, count: int, skip: int = 0) -> int:
-        """Return the mask of `count` requests before the last `skip`; count + skip is at most `size`."""
-        mask = ((1 << count) - 1) << (self.added - skip - count) % self.size
+    def latest(self, count: int) -> int:
+        """Return the mask of the last `count` requests, at most `size`."""
+        mask = ((1 << count) - 1) << (self.added - count) % self.size
         return (mask | mask >> self.size) & self.all
 
     def newest(self, mask: int) -> Sequence[Key]:

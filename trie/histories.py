@@ -71,6 +71,10 @@ class History:
             chain = _link(chain, segment.key)
             self.chains.append(chain)
 
+    def document_keys(self, keys: Sequence[Key]) -> Sequence[Key]:
+        """Return the nodes' keys of documents after the segments, which may hold the same documents."""
+        return [_LaterKey(key, self.chain) for key in keys] if self.segments else keys
+
     def tail_keys(self) -> list[Key]:
         asked = [] if self.question is None else [self.question]
         return [_link(b"question", segment.key) for segment in (*asked, *self.following)]
@@ -78,6 +82,13 @@ class History:
     @property
     def chain(self) -> bytes:
         return self.chains[-1] if self.chains else b""
+
+
+class _LaterKey(NamedTuple):
+    """Key of a later turn's document: no other turn of a conversation, and no request without one, has it."""
+
+    key: Key
+    chain: bytes
 
 
 class AnswerKey(bytes):
@@ -187,6 +198,7 @@ class Histories:
         self, history: History, lengths: Sequence[int], keys: Sequence[Key], tokens: Sequence[int], order: Sequence[int]
     ) -> tuple[list[Node], TurnEnd]:
         path = self._path(history, lengths)
+        keys = history.document_keys(keys)
         nodes_keys = [*path.keys, *(keys[rank] for rank in order)]
         nodes_lengths = [*path.lengths, *(tokens[rank] for rank in order)]
         nodes_keys += history.tail_keys()
@@ -196,7 +208,7 @@ class Histories:
         return nodes, TurnEnd(self, history, path.sizes, before, before + len(order))
 
     def known_path(self, history: History, keys: Sequence[Key]) -> list[Node]:
-        return self._walk([*self._path(history).keys, *keys, *history.tail_keys()])
+        return self._walk([*self._path(history).keys, *history.document_keys(keys), *history.tail_keys()])
 
     def has_lost(self, history: History) -> bool:
         """Return whether the engine has evicted a history's first message; False if it was not served here."""

@@ -230,21 +230,22 @@ class GatedTail(CohortTail):
     """Moves documents only while it `pays`, as `ragorder.scope.moves.EarnedMoves` measures."""
 
     pays = False
-    # The last forecast, since it is needed twice: for serving and for measuring.
-    _known: tuple[RequestedDocuments | None, Sequence[int], list[int]] = None, (), []
+    # The last forecast, since it is usually needed twice: for serving and for measuring.
+    _known: tuple[RequestedDocuments | None, Ranks, list[int], list[int]] = None, (), [], []
 
     def arrange(self, request: RequestedDocuments, prefix: Ranks, rest: list[int], waiting: Waiting) -> list[int]:
         if not self.pays:
             return rest
         arranged = super().arrange(request, prefix, rest, waiting)
-        self._known = request, prefix, arranged
+        self._known = request, prefix, rest, arranged
         return arranged
 
     def forecast(self, request: RequestedDocuments, prefix: Ranks, rest: list[int]) -> list[int]:
         """Return the order of `rest` for the expected requests, even if `pays` is False."""
-        known, self._known = self._known, (None, (), [])
-        if known[0] is request and known[1] == prefix:
-            return known[2]
+        known, self._known = self._known, GatedTail._known
+        # With fused reuse only a part of the rest was arranged for serving.
+        if known[0] is request and known[1:3] == (prefix, rest):
+            return known[3]
         return super().arrange(request, prefix, rest, ())
 
 

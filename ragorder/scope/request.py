@@ -84,7 +84,9 @@ class RequestReader:
         if self._check_tokens and tokens:
             tokens = list(map(index, tokens))
             read_length(min(tokens))
-        token_ids = list(map(self.token_ids, given)) if self.token_ids is not None else ()
+        # Read once: another thread may close the orderer.
+        ids_of = self.token_ids
+        token_ids = list(map(ids_of, given)) if ids_of is not None else ()
         return OrderRequest(given, keys, ranks, tokens, groups, token_ids, estimated)
 
     def read_keys(self, given: Iterable[Any]) -> list[Hashable]:

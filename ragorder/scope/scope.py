@@ -288,7 +288,8 @@ class Scope:
         prefix: list[int] = []
         if self._follows and (end := self.histories.end(history)) is not None:
             permits = None if guards is None else guards.permits
-            prefix = find_below(self.tree, end, request.ranks, SEARCH_BUDGET, permits)
+            ranks = {key: rank for rank, key in enumerate(history.document_keys(request.keys))}
+            prefix = find_below(self.tree, end, ranks, SEARCH_BUDGET, permits)
         placed = set(prefix)
         first, rest, last = self.best.split(prefix, [rank for rank in range(len(request.keys)) if rank not in placed])
         arranged = prefix + first + rest + last

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from support.waiting import counted_lines
 
 from ragorder import Document, Orderer, Ordering
 from ragorder.ordering import RequestOutcome
+from ragorder.scope.request import RequestReader
 from ragorder.trie.residency.blocks import EngineBlocks
 
 ORDERS = length(50_000, 6_000)
@@ -213,6 +215,36 @@ def test_a_collection_of_another_thread_at_any_step_disturbs_no_outcome(end: str
     assert interrupted(getattr(ordering, end), partial(gc.collect, 0)) > 100
     assert told == [RequestOutcome(end == "confirm")] * 2
     assert orderer.predict_cached_tokens(documents[:3])[0] > 0 or end == "discard"
+
+
+def closed_at(place: int, documents: Sequence[Document]) -> bool:
+    """Order, and close the orderer before step (bytecode) number `place` outside its lock. Whether there is one."""
+    orderer, _ = make_orderer("events", documents)
+    orderer.events = SimpleNamespace(close=lambda: None)
+    steps = count()
+
+    def trace(frame: Any, event: str, argument: object) -> Any:
+        if frame.f_code not in (Orderer.order.__code__, RequestReader.read.__code__):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and next(steps) == place:
+            orderer.close()
+        return trace
+
+    former = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        ordering = orderer.order(documents)
+    finally:
+        sys.settrace(former)
+    assert sorted(map(id, ordering.documents)) == sorted(map(id, documents))
+    ordering.confirm()
+    return next(steps) > place
+
+
+def test_an_orderer_may_be_closed_at_any_step_of_an_order(documents: list[Document]) -> None:
+    steps = next(place for place in count() if not closed_at(place, documents[:3]))
+    assert steps > 100
 
 
 class TestLengthsThatACloneLearnsAtTheSameTime:

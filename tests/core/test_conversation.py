@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.inside import other_order_of, scopes_of
 from support.rings import length
@@ -345,6 +345,59 @@ class TestPredictions:
         with pytest.warns(UserWarning, match="does not follow conversations"):
             ordering = orderer.order([B, C], history=History([Segment("m", 40)], question=Segment("q", 5)))
         assert (ordering.documents, ordering.cached_tokens) == ([B, C], 0)
+
+
+class TestHistoriesThatEndInAMessage:
+    """Such as a tool's result: its documents are followed by those of the next turn, which may be the same."""
+
+    @given(
+        st.lists(
+            st.tuples(
+                st.lists(st.sampled_from([A, B, C, D]), max_size=4, unique=True),
+                st.none() | st.integers(0, 2),
+                st.booleans(),
+                st.sampled_from(["turn", "turn", "first turn", "no turn"]),
+            ),
+            max_size=12,
+        ),
+        st.integers(1, 8),
+        st.sampled_from([{}, {"max_displacement": 1}, {"best": "last"}]),
+    )
+    @example(
+        [([A, B], None, False, "turn"), ([A, C], None, False, "turn"), ([A, B, C, D], None, False, "no turn")], 8, {}
+    )
+    def test_each_document_is_sent_once_in_every_order(
+        self, turns: list[Any], kept: int, options: dict[str, Any]
+    ) -> None:
+        orderer, told = strict(**options), list[Segment]()
+        scopes_of(orderer).segments = KnownSegments(kept)
+        for documents, asked, answered, kind in turns:
+            if kind == "first turn":
+                told = []
+            question = None if asked is None else Segment(f"q{asked}", 20)
+            history = None if kind == "no turn" else History(told, question)
+            orderer.predict_cached_tokens(documents, history=history)
+            ordering = orderer.order(documents, history=history)
+            assert sorted(each.id for each in ordering.documents) == sorted(each.id for each in documents)
+            if history is not None:
+                names = "".join(each.id for each in ordering.documents)
+                message, answer = f"{names}{asked}", "yes" if answered else ""
+                ordering.set_history_keys(message, answer)
+                told = [*told, Segment(message, 100), *[Segment("yes", 9)] * answered]
+            ordering.confirm()
+
+    def test_a_document_sent_again_is_found_where_it_was_sent_again(self) -> None:
+        orderer = strict()
+        first = orderer.order([A, B], history=History())
+        first.set_history_keys("m")
+        first.confirm()
+        history = History([Segment("m", 400)])
+        orderer.order([A, C], history=history).confirm()
+        end = orderer.predict_cached_tokens([A, C], history=history)[0]
+        again = orderer.order([C, A], history=history)
+        assert (again.documents, again.prefix_documents, again.cached_tokens) == ([A, C], 2, end)
+        again.confirm()
+        assert orderer.order([C, B, A]).documents == [A, B, C]
 
 
 class TestBounds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -184,6 +185,24 @@ def test_guards_hold_documents_that_would_be_computed_first() -> None:
     assert ordering.documents[0] is DOCUMENTS[5]
     # After a document that nothing else contains it would be of no use.
     assert (ordering.exact_documents, ordering.reuse) == (0, ["fused", "fused"])
+
+
+@pytest.mark.parametrize(
+    "guard",
+    [{"keep_first": 1}, {"keep_last": 1}, {"max_displacement": 3}, {"keep_groups": True}, {"max_gain_lost": 0.3}],
+    ids=str,
+)
+def test_guards_hold_while_moves_are_earned_though_only_documents_to_compute_are_moved(guard: dict[str, Any]) -> None:
+    rng = random.Random(1)
+    orderer = Orderer(reuse="fused", capacity_tokens=20_000, strict=True, **guard)
+    documents = [Document(f"d{number}", "", tokens=200) for number in range(200)]
+    for _ in range(20):
+        topic = rng.sample(documents, 8)
+        for _ in range(12):
+            asked = rng.sample(topic, 5)
+            ordering = orderer.order(asked)
+            assert sorted(each.id for each in ordering.documents) == sorted(each.id for each in asked)
+            ordering.confirm()
 
 
 def test_batches_invest_as_well() -> None:

@@ -133,6 +133,49 @@ def test_worst_rank_first_as_far_as_the_guards_allow(guards: Guards, expected: l
     assert guards.for_request(6, groups).complete((), [5, 4, 3, 2, 1, 0]) == expected
 
 
+@pytest.mark.parametrize("length", range(7))
+@pytest.mark.parametrize(
+    "guards",
+    [
+        Guards(keep_first=1, max_displacement=2),
+        Guards(keep_last=1, max_gain_lost=0.1),
+        Guards(keep_groups=True),
+        Guards(keep_first=2, keep_groups=True, max_gain_lost=0.05),
+    ],
+    ids=str,
+)
+def test_what_was_asked_before_changes_no_answer(guards: Guards, length: int) -> None:
+    groups: Groups = ["x", "x", "y", "x", "y", "x"]
+    asked = list(permutations(range(6), length))
+    random.Random(length).shuffle(asked)
+    request = guards.for_request(6, groups)
+    for ranks in asked:
+        assert request.permits(ranks) == guards.for_request(6, groups).permits(ranks)
+
+
+@pytest.mark.parametrize(
+    "guards",
+    [
+        Guards(max_gain_lost=0.1),
+        Guards(max_displacement=100),
+        Guards(keep_groups=True),
+        Guards(keep_first=3, max_gain_lost=0.1, max_displacement=100, keep_groups=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("seed", [None, 0], ids=["rank order", "mixed"])
+def test_steps_of_a_search_down_a_path_grow_no_faster_than_its_documents(guards: Guards, seed: int | None) -> None:
+    steps = []
+    for count in (100, 400):
+        request = guards.for_request(count, ["x", "y"] * (count // 2))
+        preferred = [*range(count)] if seed is None else random.Random(seed).sample(range(count), count)
+        order = request.complete((), preferred)
+        with counted_lines() as lines:
+            assert all(request.permits(order[:end]) for end in range(count + 1))
+        steps += lines
+    assert steps[1] <= 4 * 1.5 * steps[0]
+
+
 def test_steps_within_a_bounded_loss_grow_no_faster_than_documents() -> None:
     """Those of the other guards are counted in orders."""
     steps = []

@@ -32,6 +32,7 @@ GUARDS: list[dict[str, Any]] = [
     {"keep_groups": True},
     {"keep_first": 3, "max_displacement": 100, "keep_groups": True},
     {"keep_last": 3, "max_displacement": 100, "keep_groups": True},
+    {"max_gain_lost": 0.1},
 ]
 
 
@@ -43,7 +44,7 @@ class TestManyDocuments:
         ("search", "options", "queue"),
         [
             *grid(list(product(SEARCHES, [{"moves": moves} for moves in MOVES], [False, True])), 3),
-            *((search, guards, False) for search, guards in grid(list(product(SEARCHES, GUARDS)), 8)),
+            *((search, guards, False) for search, guards in grid(list(product(SEARCHES, GUARDS)), 9)),
         ],
     )
     def test_steps_grow_no_faster_than_documents(

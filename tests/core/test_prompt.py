@@ -4,9 +4,11 @@ outside can pass for the chat template's own control tokens."""
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from itertools import accumulate, permutations
 from types import SimpleNamespace
 from typing import Any
@@ -167,6 +169,29 @@ class TestTemplates:
         with pytest.raises(ValueError, match=r"must contain \{text\} and may use only " + allowed):
             PromptBuilder(document_template="{rank}: {text}")
 
+    @pytest.mark.parametrize(
+        ("name", "template", "sent"),
+        [
+            ("document_template", "<tool_response>\n{text}\n</tool_response>\n", "< tool_response>"),
+            ("question_template", "<think>{query}", "< think>"),
+            ("question_template", "{query}<|im_end|>", "< |im_end|>"),
+        ],
+    )
+    def test_special_tokens_are_refused_since_they_would_be_escaped(self, name: str, template: str, sent: str) -> None:
+        with pytest.raises(ValueError, match=f"{name} has a special token.*{re.escape(sent)}"):
+            PromptBuilder(**{name: template})  # type: ignore[arg-type]
+
+    def test_special_tokens_of_the_served_model_alone_are_refused(self, tokenizers: dict[str, Any]) -> None:
+        tokenizer = deepcopy(tokenizers["chatml"])
+        with pytest.raises(ValueError, match="special token"):
+            PromptBuilder(SYSTEM, tokenizer=tokenizer, document_template="<|im_start|>{text}")
+        template = "[TOOL]{text} <s>"
+        shown = PromptBuilder(SYSTEM, tokenizer=tokenizer, document_template=template).build("q", [Document("a", "t")])
+        assert "[TOOL]t <s>" in shown.text
+        tokenizer.add_tokens(["[TOOL]"], special_tokens=True)
+        with pytest.raises(ValueError, match="special token"):
+            PromptBuilder(SYSTEM, tokenizer=tokenizer, document_template=template)
+
     def test_literal_braces_are_written_twice(self) -> None:
         builder = PromptBuilder(SYSTEM, document_template="{{{text}}}", question_template="{{{query}}}")
         assert builder.build("q", [Document("a", "t")]).text == f"{SYSTEM}\n\n{{t}}{{q}}\n"
@@ -189,8 +214,6 @@ class TestTemplates:
     def test_a_chat_template_that_does_not_show_the_user_once_is_refused(
         self, tokenizers: dict[str, Any], template: str
     ) -> None:
-        from copy import deepcopy
-
         tokenizer = deepcopy(tokenizers["chatml"])
         tokenizer.chat_template = template
         with pytest.raises(ValueError, match="must show the user's message exactly once"):
@@ -342,8 +365,6 @@ class TestControlTokens:
         assert "an <s> and an [INST]" in prompt.text
 
     def test_special_tokens_added_later_are_broken(self, tokenizers: dict[str, Any]) -> None:
-        from copy import deepcopy
-
         tokenizer = deepcopy(tokenizers["chatml"])
         tokenizer.add_tokens(["[TOOL]"], special_tokens=True)
         tokenizer.add_tokens(["<plan>"])

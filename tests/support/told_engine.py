@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -129,7 +129,7 @@ class Live:
         ordering = self.orderer.order(
             [self.documents[number] for number in numbers], lengths=Lengths(suffix=suffix_tokens)
         )
-        assert sorted(int(document.id) for document in ordering.documents) == sorted(numbers)
+        assert sorted(map(self.documents.index, ordering.documents)) == sorted(numbers)
         prompt = array("q", SYSTEM)
         for document in ordering.documents:
             prompt.extend(token_ids(document))
@@ -187,8 +187,10 @@ class Live:
         assert residency.tree.size == len(prompts) - 1
         assert set(contents_in(residency)) == set(prompts)
         # An empty document makes two paths of the same tokens.
-        assert len(pool.watched) <= sum(len(known.blocks) for known in contents_in(residency).values())
-        assert {node for _, node in pool.watched.values()} <= set(prompts)
+        places = [node for _, node in pool.watched.values()] + [node for twins in pool.twins.values() for node in twins]
+        assert Counter(places) == {
+            node: len(known.blocks) for node, known in contents_in(residency).items() if known.blocks
+        }
         suffixes = sum(use.suffix_blocks for use in pool.log)
         assert pool.used_blocks == suffixes + sum(node.blocks - node.missing for node in prompts)
         pool.capacity_blocks = 0

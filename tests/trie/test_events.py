@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -214,6 +216,73 @@ class TestSilence:
         assert [lease.open for _, lease in live.residency.pool.in_flight if lease.open] == [True] * 4
         live.settle()
         live.check()
+
+
+class TestTwins:
+    """Documents of other names with the same tokens, which the engine has once."""
+
+    @staticmethod
+    def live(lengths: Sequence[int], capacity_blocks: int, **options: Any) -> Live:
+        """Every other document is a copy of the one before it."""
+        live = Live(lengths, capacity_blocks, **options)
+        live.documents[1::2] = [replace(each, text="a copy") for each in live.documents[:-1:2]]
+        return live
+
+    @staticmethod
+    def evict(live: Live, number: int) -> None:
+        """The engine evicts a document, and says so."""
+        hashes = live.engine.sim.block_hashes(SYSTEM + token_ids(live.documents[number]))
+        live.blocks.remove(hashes[len(SYSTEM) // BLOCK :])
+
+    @staticmethod
+    def predicted(live: Live) -> list[int]:
+        return [live.orderer.predict_cached_tokens([each])[0] for each in live.documents]
+
+    @pytest.mark.parametrize("served", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 2, 3, 0)], ids=str)
+    @pytest.mark.parametrize("evicted", range(2))
+    def test_each_hears_that_they_are_evicted(self, served: Sequence[int], evicted: int) -> None:
+        live = self.live([20, 20, 30, 30], 1000)
+        for number in served:
+            live.serve([number])
+        assert self.predicted(live) == [28, 28, 40, 40]
+        self.evict(live, evicted)
+        assert self.predicted(live) == [8, 8, 40, 40]
+        self.evict(live, 2 + evicted)
+        assert self.predicted(live) == [8, 8, 8, 8]
+
+    @pytest.mark.parametrize("gone", range(2))
+    def test_one_hears_that_they_are_evicted_though_the_other_has_left_the_tree(self, gone: int) -> None:
+        live = self.live([20, 20], 1000)
+        for number in (0, 1):
+            live.begin([number])
+        live.end(served=gone != 0)
+        live.end(served=gone != 1)
+        live.engine.tell()
+        assert self.predicted(live)[1 - gone] == 28
+        self.evict(live, 1 - gone)
+        assert self.predicted(live)[1 - gone] == 8
+
+    def test_a_cleared_cache_is_empty_for_each(self) -> None:
+        live = self.live([20, 20], 40)
+        live.serve([0])
+        live.begin([1])
+        live.engine.clear()
+        live.settle()
+        assert [live.orderer.predict_cached_tokens([each])[0] for each in live.documents] == [0, 0]
+        live.check()
+
+    @settings(max_examples=examples(300))
+    @given(LENGTHS, st.integers(40, 200), STEPS, st.sampled_from([4, 10**6]))
+    def test_after_all_events_the_tree_claims_nothing_evicted(
+        self, lengths: list[int], capacity_blocks: int, steps: list[tuple[str, Any]], max_nodes: int
+    ) -> None:
+        live = self.live([length for length in lengths[::2] for _ in "ab"], capacity_blocks, max_nodes=max_nodes)
+        live.serve([0])
+        for step, value in steps:
+            if not ((step == "begin" and len(live.in_flight) == 3) or (step == "clear" and live.in_flight)):
+                live.do(step, value)
+        live.settle()
+        live.check(exact=False)
 
 
 class TestOthers:

@@ -122,7 +122,7 @@ class TestOtherOrderers:
         assert ordering.permutation[0] == 0
         assert (ordering.cached_tokens, ordering.guard_cost_tokens) == (8, 60)
 
-    def test_of_two_documents_with_the_same_tokens_no_block_is_watched_twice(self) -> None:
+    def test_of_two_documents_with_the_same_tokens_one_is_found(self) -> None:
         """Else what is evicted would stay in the tree as the other one."""
         live = Live([20] * 3, 40)
         clone, other = live.documents[0], live.documents[1]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.waiting import counted_lines
 
 from ragorder.eval.running.policies import FrequencyTail, PopularityTail
-from ragorder.trie.tail import CohortTail, FreeTail, QueueTail, RankTail, Tail
+from ragorder.trie.tail import CohortTail, FreeTail, GatedTail, QueueTail, RankTail, Tail
 
 shared = settings(suppress_health_check=[HealthCheck.differing_executors])
 """For properties that several classes inherit: each runs them on another implementation."""
@@ -260,6 +260,24 @@ class TestCohort(TailContract):
             copy.observe(Requested(earlier))
         assert arrange(tail, "cba") == "bac"
         assert arrange(copy, "cba") == "cba"
+
+
+class TestGated(TailContract):
+    make = GatedTail
+
+    @given(HISTORIES, REQUESTS, st.data())
+    def test_a_forecast_is_of_all_the_rest_though_a_part_was_arranged_before(
+        self, history: list[list[str]], keys: list[str], data: st.DataObject
+    ) -> None:
+        tail, ungated, request = GatedTail(), CohortTail(), Requested(keys)
+        tail.pays = True
+        for earlier in [*history * 8, *OTHERS, keys]:
+            tail.observe(Requested(earlier))
+            ungated.observe(Requested(earlier))
+        rest = list(range(len(keys)))
+        computed = data.draw(st.lists(st.sampled_from(rest), unique=True).map(sorted) if rest else st.just([]))
+        tail.arrange(request, (), computed, ())
+        assert tail.forecast(request, (), rest) == ungated.arrange(request, (), rest, ())
 
 
 class TestFree(WithQueue):

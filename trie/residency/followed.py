@@ -55,6 +55,8 @@ class FollowedPool(Pool):
         self.blocks = blocks
         self.changed: dict[Content, None] = {}
         self.watched: dict[Content, tuple[Follower, Node]] = {}
+        # Other nodes with a watched content: of documents with the same tokens.
+        self.twins: dict[Content, dict[Node, Follower]] = {}
         # With their stamps.
         self.doomed: dict[Node, tuple[Follower, int]] = {}
         self.displaced: list[tuple[Follower, Node]] = []
@@ -67,14 +69,31 @@ class FollowedPool(Pool):
         self._ended = False
 
     def watch(self, holder: Follower, node: Node, content: Content) -> None:
-        self.watched[content] = holder, node
+        if content in self.watched:
+            self.twins.setdefault(content, {})[node] = holder
+        else:
+            self.watched[content] = holder, node
         self.blocks.watch(content, self)
 
     def unwatch(self, node: Node, content: Content) -> None:
-        place = self.watched.get(content)
-        if place is not None and place[1] is node:
+        _, first = self.watched.get(content, (None, None))
+        twins = self.twins.get(content, {})
+        if node in twins:
+            del twins[node]
+        elif node is first and twins:
+            other, holder = twins.popitem()
+            self.watched[content] = holder, other
+        elif node is first:
             del self.watched[content]
             self.blocks.unwatch(content, self)
+        if not twins:
+            self.twins.pop(content, None)
+
+    def _places(self, content: Content) -> list[tuple[Follower, Node]]:
+        """Return the nodes with a content, and their holders."""
+        first = self.watched.get(content)
+        twins = [(holder, node) for node, holder in self.twins[content].items()] if content in self.twins else []
+        return twins if first is None else [first, *twins]
 
     def follow(self, current: Holder) -> None:
         if self._generation != self.blocks.generation:
@@ -86,17 +105,14 @@ class FollowedPool(Pool):
         generation, self._generation = self._generation, -1
         while changed:
             content, _ = changed.popitem()
-            place = self.watched.get(content)
-            # Doomed nodes are resolved separately.
-            if place is None or place[1] in self.doomed:
-                continue
-            holder, node = place
-            if self.blocks.holds(content) and not node.missing:
-                continue
-            if node.leases:
-                self._unsettled[content] = None
-            else:
-                self.change(holder, current, holder.settle, node, content)
+            for holder, node in self._places(content):
+                # Doomed nodes are resolved separately.
+                if node in self.doomed or (self.blocks.holds(content) and not node.missing):
+                    continue
+                if node.leases:
+                    self._unsettled[content] = None
+                else:
+                    self.change(holder, current, holder.settle, node, content)
         self._resolve(current)
         self._generation = generation
 
@@ -157,9 +173,12 @@ class FollowedPool(Pool):
         self._drop(list(self.doomed), current)
         self.pending.clear()
         self.capacity_blocks = self.nominal_capacity_blocks
-        for content, (_, node) in self.watched.items():
-            if node.leases and not blocks.holds(content):
-                self._unsettled[content] = None
-        for follower in dict.fromkeys(holder for holder, _ in self.watched.values()):
+        followers: dict[Follower, None] = {}
+        for content in self.watched:
+            for follower, node in self._places(content):
+                followers[follower] = None
+                if node.leases and not blocks.holds(content):
+                    self._unsettled[content] = None
+        for follower in followers:
             self.change(follower, current, follower.resynchronise)
         self._generation = generation
