@@ -70,7 +70,7 @@ class CacheOrderRanker:
         functions = {name: getattr(self._reorder, name) for name in _FUNCTIONS}
         return default_to_dict(
             self,
-            settings=self.orderer.settings.model_dump(),
+            settings=self.orderer.settings.model_dump(mode="json"),
             top_k=self.top_k,
             scope=self.scope,
             **{name: function and serialize_callable(function) for name, function in functions.items()},
@@ -182,7 +182,7 @@ class CacheOrderChatPromptBuilder:
         arguments = self._turns.builder.__getstate__()
         return default_to_dict(
             self,
-            settings=self.orderer.settings.model_dump(),
+            settings=self.orderer.settings.model_dump(mode="json"),
             prompt={name: arguments[name] for name in _PROMPT},
             label=self._label and serialize_callable(self._label),
             scope=self.scope,

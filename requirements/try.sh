@@ -51,12 +51,12 @@ try_core() {
 
 try_langchain() {
     if [ "$end" = newest ]; then
-        make langchain -e '.[langchain]' numpy langchain-classic langgraph langchain-openai langchain-tests "${server[@]}"
+        make langchain -e '.[langchain]' numpy faiss-cpu langchain-classic langgraph langchain-openai langchain-tests "${server[@]}"
     else
-        make langchain -e '.[langchain]' numpy langchain-core==0.3.73 'langchain<0.4' 'langgraph>=0.6,<0.7' \
+        make langchain -e '.[langchain]' numpy faiss-cpu langchain-core==0.3.73 'langchain<0.4' 'langgraph>=0.6,<0.7' \
             'langchain-openai<0.4' 'langchain-tests<0.4' "${server[@]}"
     fi
-    tests langchain langchain_turns
+    tests langchain langchain_turns workflows
 }
 
 try_langchain-agents() {

@@ -155,7 +155,7 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
         self, messages: Sequence[BaseMessage], documents: Sequence[Document] | None, *request: Any, sent_before: int = 0
     ) -> Prepared:
         """`prepare`, off the event loop for long texts."""
-        texts = [text for message in messages for text in _texts_in(message.content)]
+        texts = [text for message in messages for text in _texts_in(getattr(message, "content", None))]
         texts += [getattr(document, "page_content", "") for document in documents or ()]
         work = partial(self.prepare, messages, documents, *request, sent_before=sent_before)
         return await off_loop(work, texts)

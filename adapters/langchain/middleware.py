@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from langchain_core.documents import Document
-from langchain_core.messages import BaseMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import BaseMessage, HumanMessage, SystemMessage, ToolMessage, convert_to_messages
 from langchain_core.runnables import Runnable
 
 from ragorder.common.extras import install_hint
@@ -84,27 +84,27 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
         return self._turns.label(document)
 
     def wrap_model_call(self, request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]) -> Any:
-        documents = None
-        if (question := self._question(request)) is not None and self._retriever is not None:
+        documents, messages = None, _messages_of(request)
+        if (question := self._question(messages)) is not None and self._retriever is not None:
             documents = self._retriever.invoke(question)
-        prepared = self._turns.prepare([*_system(request), *request.messages], documents, request)
+        prepared = self._turns.prepare(messages, documents, request)
         with prepared.turn.asking():
             response = handler(self._marked(request, prepared))
-        return self._finish(prepared, response)
+        return self._finish(request, prepared, response)
 
     async def awrap_model_call(
         self, request: ModelRequest, handler: Callable[[ModelRequest], Awaitable[ModelResponse]]
     ) -> Any:
-        documents = None
-        if (question := self._question(request)) is not None and self._retriever is not None:
+        documents, messages = None, _messages_of(request)
+        if (question := self._question(messages)) is not None and self._retriever is not None:
             documents = await self._retriever.ainvoke(question)
-        prepared = await self._turns.aprepare([*_system(request), *request.messages], documents, request)
+        prepared = await self._turns.aprepare(messages, documents, request)
         with prepared.turn.asking():
             response = await handler(self._marked(request, prepared))
-        return self._finish(prepared, response)
+        return self._finish(request, prepared, response)
 
-    def _question(self, request: ModelRequest) -> str | None:
-        last = request.messages[-1] if request.messages else None
+    def _question(self, messages: Sequence[BaseMessage]) -> str | None:
+        last = messages[-1] if messages else None
         return text_of(last) if isinstance(last, HumanMessage) else None
 
     def _marked(self, request: ModelRequest, prepared: Prepared) -> ModelRequest:
@@ -118,18 +118,31 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
             changes["model_settings"] = arguments | request.model_settings
         return request.override(**changes)
 
-    def _finish(self, prepared: Prepared, response: ModelResponse) -> Any:
+    def _finish(self, request: ModelRequest, prepared: Prepared, response: ModelResponse) -> Any:
         answer = next((each for each in response.result if isinstance(each, BaseMessage)), None)
         if answer is not None:
             self._turns.answered(prepared, answer)
-        if not prepared.changed:
+        # The graph replaces messages that have the same id. Another one, which an outer middleware added to this call
+        # alone, would be appended.
+        stored = {getattr(each, "id", None) for each in (request.state or {}).get("messages", ())}
+        changed = [each for each in prepared.changed if each.id is not None and each.id in stored]
+        if not changed:
             return response
-        # The graph replaces messages that have the same id.
         extended = getattr(types, "ExtendedModelResponse", None)
         if extended is not None:
-            return extended(response, Command(update={"messages": prepared.changed}))
+            return extended(response, Command(update={"messages": changed}))
         # Before langchain 1.2.
-        return replace(response, result=[*response.result, *prepared.changed])
+        return replace(response, result=[*response.result, *changed])
+
+
+def _messages_of(request: Any) -> list[BaseMessage]:
+    given = [*_system(request), *request.messages]
+    try:
+        # Other middleware may add what the model converts, such as a dict.
+        return convert_to_messages(given)
+    except Exception:
+        # The model refuses it.
+        return given
 
 
 def _system(request: Any) -> list[BaseMessage]:

@@ -116,6 +116,8 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
         self._scope = scope
         self._workers = Workers()
         self._pending: OrderedDict[str, OrderedRequest] = OrderedDict()
+        # Those of them that LiteLLM may try again after a failure.
+        self._tried_again: set[str] = set()
 
     async def async_pre_call_hook(
         self, user_api_key_dict: Any, cache: Any, data: dict[str, Any], call_type: str
@@ -149,6 +151,8 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
             self._finish(_name_in(data), None)
             name = _give_name(ordered)
             self._pending[name] = sent
+            if "proxy_server_request" in data:
+                self._tried_again.add(name)
             while len(self._pending) > _MOST_PENDING:
                 # Its answer was never reported: it counts as served.
                 self._finish(next(iter(self._pending)), {})
@@ -160,18 +164,25 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
     async def async_post_call_streaming_iterator_hook(
         self, user_api_key_dict: Any, response: Any, request_data: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
-        sent = self._pending.get(_name_in(request_data))
+        name = _name_in(request_data)
+        sent = self._pending.get(name)
         async for chunk in response:
+            self._tried_again.discard(name)
             if sent is not None and _answers(chunk):
                 sent.readable()
                 sent = None
             yield chunk
 
     async def async_log_success_event(self, kwargs: Any, response_obj: Any, start_time: Any, end_time: Any) -> None:
-        self._finish(_name_in(member(kwargs, "litellm_params")), response_obj)
+        # From LiteLLM's own cache no engine has answered.
+        answered = None if member(kwargs, "cache_hit") is True else response_obj
+        self._finish(_name_in(member(kwargs, "litellm_params")), answered)
 
     async def async_log_failure_event(self, kwargs: Any, response_obj: Any, start_time: Any, end_time: Any) -> None:
-        self._finish(_name_in(member(kwargs, "litellm_params")), None)
+        # Each failed attempt has this event; after the last one the proxy calls the hook below.
+        name = _name_in(member(kwargs, "litellm_params"))
+        if name not in self._tried_again:
+            self._finish(name, None)
 
     async def async_post_call_failure_hook(
         self, request_data: Any, original_exception: Any, user_api_key_dict: Any, traceback_str: str | None = None
@@ -190,6 +201,7 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
         return None if parsed is None else self._requests.order(parsed)
 
     def _finish(self, name: str, response: Any) -> None:
+        self._tried_again.discard(name)
         sent = self._pending.pop(name, None)
         if sent is None:
             return

@@ -23,6 +23,8 @@ with needs("langchain", "ragorder.adapters.workflows.langchain"):
     from langchain_core.retrievers import BaseRetriever
     from langchain_core.runnables import RunnableConfig, RunnableLambda
 
+    from ragorder.adapters.langchain.payloads import text_of
+
 
 class WorkflowRetriever(BaseRetriever):
     """Retriever of the documents that a workflow finds, best first, without an answer. Thread-safe.
@@ -77,17 +79,17 @@ class _WorkflowModel(BaseChatModel):
         return "ragorder-workflow"
 
     def _generate(self, messages: list[BaseMessage], *_: Any, **__: Any) -> ChatResult:
-        return self._answer(self.workflows.run(self.graph, messages[-1].text, **self.options))
+        return self._answer(self.workflows.run(self.graph, text_of(messages[-1]), **self.options))
 
     async def _agenerate(self, messages: list[BaseMessage], *_: Any, **__: Any) -> ChatResult:
-        return self._answer(await self.workflows.arun(self.graph, messages[-1].text, **self.options))
+        return self._answer(await self.workflows.arun(self.graph, text_of(messages[-1]), **self.options))
 
     def _stream(self, messages: list[BaseMessage], *_: Any, **__: Any) -> Iterator[ChatGenerationChunk]:
-        for piece in self.workflows.stream(self.graph, messages[-1].text, **self.options):
+        for piece in self.workflows.stream(self.graph, text_of(messages[-1]), **self.options):
             yield self._chunk(piece)
 
     async def _astream(self, messages: list[BaseMessage], *_: Any, **__: Any) -> AsyncIterator[ChatGenerationChunk]:
-        async for piece in self.workflows.astream(self.graph, messages[-1].text, **self.options):
+        async for piece in self.workflows.astream(self.graph, text_of(messages[-1]), **self.options):
             yield self._chunk(piece)
 
     def _answer(self, result: WorkflowResult) -> ChatResult:

@@ -9,6 +9,8 @@ os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
 import copy
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +30,8 @@ from support.framework_contract import FrameworkContract
 from support.network import local_connections_only  # noqa: F401
 
 from ragorder import Orderer
-from ragorder.adapters.haystack import CacheOrderRanker
+from ragorder.adapters.haystack import CacheOrderChatPromptBuilder, CacheOrderRanker
+from ragorder.benchmarks.ragcache.replacement.tiers import A10G
 
 TEMPLATE = "{% for document in documents %}{{ document.content }}\n{% endfor %}Question: {{ question }}"
 
@@ -145,6 +148,15 @@ class TestSerialisation:
         assert again.orderer.settings == orderer.settings
         assert (again.top_k, again.scope) == (3, "a tenant")
         assert CacheOrderRanker.from_dict({"type": data["type"], "init_parameters": {}}).top_k is None
+
+    @pytest.mark.parametrize("made", [CacheOrderRanker, CacheOrderChatPromptBuilder])
+    def test_an_orderer_with_a_profile_is_loaded_with_it(self, made: Any, tmp_path: Path) -> None:
+        replace(A10G, loads={"host": 0.1, "disk": 1.0}).to_file(tmp_path / "profile.json")
+        orderer = Orderer(host_tokens=1000, profile=tmp_path / "profile.json")
+        pipeline = Pipeline()
+        pipeline.add_component("order", made(orderer))
+        again = Pipeline.loads(pipeline.dumps(), allowed_modules=["ragorder"])
+        assert again.get_component("order").orderer.settings == orderer.settings
 
     def test_functions_without_a_name_cannot_be_written(self, orderer: Orderer) -> None:
         with pytest.raises(SerializationError, match="lambda"):

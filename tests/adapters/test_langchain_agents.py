@@ -3,6 +3,7 @@ is in it already is named."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -153,6 +154,48 @@ def test_only_what_is_really_sent_counts(server: ChatServer) -> None:
     agent.update_state(CONFIG, {"messages": [RemoveMessage(id=each.id) for each in messages[:-1]]})
     ask(agent, "Two|b")
     assert text_of("b") in results(server)[0]
+
+
+class Adding(AgentMiddleware):
+    """Adds a message to each call of the model, and to no state."""
+
+    def __init__(self, message: Any) -> None:
+        self.message = message
+
+    def wrap_model_call(self, request: Any, handler: Any) -> Any:
+        return handler(request.override(messages=[*request.messages, self.message]))
+
+    async def awrap_model_call(self, request: Any, handler: Any) -> Any:
+        return await handler(request.override(messages=[*request.messages, self.message]))
+
+
+NOTES = "Open file: notes.txt"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"role": "user", "content": NOTES}, ("user", NOTES), HumanMessage(NOTES), HumanMessage(NOTES, id="its own")],
+    ids=["a dict", "a tuple", "a message", "a message with an id"],
+)
+async def test_a_message_of_another_middleware_is_sent_and_not_stored(
+    server: ChatServer, recorder: Recorder, message: Any
+) -> None:
+    agent = make_agent(server, recorder, Adding(message), tools=(), retriever=RETRIEVER)
+    ask(agent, "One|ab")
+    messages = await aask(agent, "Two|c")
+    assert [each.content for each in messages if isinstance(each, HumanMessage)] == ["One|ab", "Two|c"]
+    contents = [each["content"] for each in server.sent[-1] if each["role"] == "user"]
+    assert contents[:2] == ["One|ab", "Two|c"] and contents[2].endswith(NOTES) and len(contents) == 3
+    assert [outcome.cached_tokens for outcome in recorder.finished] == server.cached
+
+
+async def test_a_message_that_langchain_cannot_read_is_the_models_to_refuse(server: ChatServer) -> None:
+    orderer = Orderer(block_size=BLOCK)
+    agent = make_agent(server, orderer, Adding({"no": "message"}), tools=(), retriever=RETRIEVER)
+    for refused in (lambda: asyncio.to_thread(ask, agent, "One|ab"), lambda: aask(agent, "Two|c")):
+        with pytest.raises(ValueError, match="Message dict must contain"):
+            await refused()
+    assert orderer.fallbacks == 2 and not server.sent
 
 
 def test_results_of_several_calls_at_once(server: ChatServer, recorder: Recorder) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -36,6 +37,14 @@ from ragorder.adapters.litellm import DocumentTemplate, OrderDocuments, Repeated
 from ragorder.adapters.proxy.bodies.parsed import digest_of
 
 SERVED = RequestOutcome(True, CACHED, PROMPT + COMPLETION, PROMPT)
+# What LiteLLM's proxy adds to each request before it calls the hooks.
+PROXIED: dict[str, Any] = {"proxy_server_request": {"url": "http://proxy/v1/chat/completions", "method": "POST"}}
+
+
+class FailingOnce(Cloud):
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.error = None if self.bodies else (500, {"error": {"message": "no", "type": "server_error"}})
+        await super().__call__(scope, receive, send)
 
 
 @pytest.fixture
@@ -319,6 +328,67 @@ class TestOutcomes:
             await wait_for(lambda: orderer.finished)
         assert orderer.finished == [RequestOutcome(False)]
 
+    async def test_an_answer_at_the_second_attempt_is_reported(
+        self, registered: OrderDocuments, orderer: RecordingOrderer
+    ) -> None:
+        cloud = FailingOnce()
+        with serving() as serve:
+            params = {"model": "openai/m", "api_base": f"{serve(cloud)}/v1", "api_key": "none", "max_retries": 0}
+            models = [{"model_name": "m", "litellm_params": params}]
+            router = litellm.Router(model_list=models, num_retries=2, retry_after=0)
+            data = await hook(registered, {"model": "m", "messages": [user(asked("abc"))], **PROXIED})
+            answer = await router.acompletion(**data)
+            assert answer.choices[0].message.content == "yes" and len(cloud.bodies) == 2
+            await wait_for(lambda: orderer.finished)
+        assert orderer.finished == [SERVED]
+
+    async def test_a_request_whose_last_attempt_fails_is_discarded(
+        self, callback: OrderDocuments, orderer: RecordingOrderer
+    ) -> None:
+        data = await hook(callback, {"messages": [user(asked("ab"))], **PROXIED})
+        for _ in range(3):
+            await callback.async_log_failure_event(event(data), None, None, None)
+        assert orderer.finished == []
+        await callback.async_post_call_failure_hook(data, ValueError("the last one's"), None)
+        assert orderer.finished == [RequestOutcome(False)]
+
+    async def test_a_stream_that_fails_after_its_beginning_is_not_tried_again(
+        self, callback: OrderDocuments, orderer: RecordingOrderer
+    ) -> None:
+        """A response may tell of its failure in its last event, which is no error for the proxy."""
+
+        async def stream() -> AsyncIterator[Any]:
+            yield {"choices": [{"delta": {"content": "yes"}}]}
+            await callback.async_log_failure_event(event(data), None, None, None)
+
+        data = await hook(callback, {"messages": [user(asked("ab"))], **PROXIED})
+        assert [chunk async for chunk in callback.async_post_call_streaming_iterator_hook(None, stream(), data)]
+        assert orderer.finished == [RequestOutcome(False)]
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_an_answer_of_litellms_own_cache_is_none_of_the_engine(
+        self,
+        stream: bool,
+        registered: OrderDocuments,
+        orderer: RecordingOrderer,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        # LiteLLM imports a package for audio here, which its SDK does not install.
+        monkeypatch.setitem(sys.modules, "soundfile", ModuleType("soundfile"))
+        monkeypatch.setattr(litellm, "cache", litellm.Cache(type="local"))
+        cloud = Cloud()
+        with serving() as serve:
+            options = {"api_base": f"{serve(cloud)}/v1", "api_key": "none", "caching": True, "stream": stream}
+            if stream:
+                options["stream_options"] = {"include_usage": True}
+            for finished in (1, 2):
+                data = await hook(registered, {"model": "openai/m", "messages": [user(asked("abc"))]})
+                answer = await litellm.acompletion(**data, **options)
+                if stream:
+                    assert [chunk async for chunk in answer]
+                await wait_for(partial(has_finished, orderer, finished))
+        assert len(cloud.bodies) == 1 and orderer.finished == [SERVED, RequestOutcome(False)]
+
     async def test_a_request_that_litellm_refuses_itself_is_discarded(
         self, callback: OrderDocuments, orderer: RecordingOrderer
     ) -> None:
@@ -366,6 +436,10 @@ class TestOutcomes:
         assert orderer.finished == [RequestOutcome(False)]
         await callback.async_log_success_event(event(twice), {}, None, None)
         assert orderer.finished == [RequestOutcome(False), RequestOutcome(True)]
+
+
+def has_finished(orderer: RecordingOrderer, count: int) -> bool:
+    return len(orderer.finished) == count
 
 
 async def wait_for(condition: Callable[[], object]) -> None:

@@ -493,7 +493,7 @@ class TestLangGraph:
         events = list(app.stream({"question": "b"}, stream_mode=modes))
         later = [event async for event in app.astream({"question": "b"}, stream_mode=modes)]
         for streamed in (events, later):
-            texts = [part.text for mode, value in streamed if mode == "messages" for part in value[:1]]
+            texts = [part.content for mode, value in streamed if mode == "messages" for part in value[:1]]
             whole = streamed[-1][1]["answer"]
             assert len([text for text in texts if text]) == 3 and "".join(texts) == whole == "a b c"
             nodes = {value[1]["langgraph_node"] for mode, value in streamed if mode == "messages"}
