@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
+import sys
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,6 +37,7 @@ from ragorder.settings import Settings
 
 _FILES = ("retrieval.jsonl", "ordered.jsonl")
 _QUERIES = ("query", "question")
+_OUTPUT_TOKENS = 16
 
 
 @click.command(
@@ -97,10 +102,9 @@ _QUERIES = ("query", "question")
     option(
         "--output-tokens",
         type=Count(1),
-        default=16,
-        show_default=True,
         metavar="TOKENS",
         help='With --prompts: the length of an answer, where a request has no "output_tokens" of its own.',
+        unset=str(_OUTPUT_TOKENS),
     ),
 )
 @option("-o", "--output", type=StreamFile("w", encoding="utf-8"), default="-", help="Output file.", unset="-")
@@ -112,7 +116,7 @@ def order(
     batch: bool,
     max_wait: int | None,
     prompts: Path | None,
-    output_tokens: int,
+    output_tokens: int | None,
     **options: Any,
 ) -> None:
     """Order the documents of each request in a file of JSON lines.
@@ -127,11 +131,16 @@ def order(
     """
     if max_wait is not None and not batch:
         raise click.UsageError("--max-wait requires --batch")
+    if waiting and batch:
+        raise click.UsageError("--waiting and --batch exclude each other: a batch looks ahead at all requests")
+    if output_tokens is not None and prompts is None:
+        raise click.UsageError("--output-tokens requires --prompts")
+    _check_apart(requests, output, prompts)
     orderer = build_orderer(options)
     unread = UnreadFields()
     read = read_requests(requests, document_tokens, orderer.settings.prefix_tokens, unread=unread)
     with ExitStack() as stack:
-        files = stack.enter_context(PromptFiles.opened(prompts, output_tokens)) if prompts else None
+        files = stack.enter_context(PromptFiles.opened(prompts, output_tokens or _OUTPUT_TOKENS)) if prompts else None
         read = files.retrieved(read) if files else read
         ordered = _in_batches(orderer, read, max_wait) if batch else _one_by_one(orderer, read, waiting)
         for request, ordering in ordered:
@@ -148,7 +157,30 @@ def order(
             output.flush()
             if files:
                 files.ordered(request, ordering)
+        # click opens a file at its first text: without requests, earlier orders would stay in it.
+        output.write("")
     warn_of(unread)
+
+
+def _check_apart(requests: IO[bytes], output: IO[str], prompts: Path | None) -> None:
+    """Refuse to write over the requests while they are read, or two files into one."""
+    prompt_files = [prompts / name for name in _FILES] if prompts else []
+    # The output's own fileno() would open the file, and so empty it.
+    written = _identity(lambda: sys.stdout.fileno() if output.name == "<stdout>" else output.name)
+    read = _identity(requests.fileno)
+    if read and read in (written, *(_identity(partial(str, path)) for path in prompt_files)):
+        raise click.UsageError("an output is the file of the requests: name another")
+    if any(os.path.realpath(output.name) == os.path.realpath(path) for path in prompt_files):
+        raise click.UsageError("-o names a file of --prompts: name another")
+
+
+def _identity(place: Callable[[], int | str]) -> tuple[int, int] | None:
+    """Return what a regular file is told apart by. A terminal may be both input and output."""
+    with suppress(OSError, ValueError, AttributeError):
+        found = os.stat(place())
+        if stat.S_ISREG(found.st_mode):
+            return found.st_dev, found.st_ino
+    return None
 
 
 def _one_by_one(
@@ -225,11 +257,12 @@ class PromptFiles:
         self._write(self.in_order, request, ordering.documents)
 
     def _write(self, file: IO[str], request: RequestToOrder, documents: Sequence[RequestDocument]) -> None:
-        tokens = request.echo.get("output_tokens", self.output_tokens)
+        given = request.echo.get("output_tokens")
+        tokens = self.output_tokens if given is None else given
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
             raise _error(request, '"output_tokens" must be an integer of at least 1')
-        given = [Document(str(each.id), each.text) for each in documents]
-        prompt = self.builder.build(_query(request), given).text
+        texts = [Document(str(each.id), each.text) for each in documents]
+        prompt = self.builder.build(_query(request), texts).text
         line = {"prompt": prompt, "output_tokens": tokens, "output_tokens_count": tokens}
         file.write(json.dumps(line) + "\n")
 

@@ -98,9 +98,15 @@ class TestOrder:
             assert invoke("order", tmp_path / "requests.jsonl", option, target).stdout == ""
             assert [answer["documents"] for answer in read_lines(target)] == [["a", "b"], ["a", "b"]]
 
+    def test_no_requests_are_a_file_without_orders(self, tmp_path: Path) -> None:
+        """The orders of yesterday would be taken for those of today."""
+        (tmp_path / "orders.jsonl").write_text(lines({"index": 0, "documents": ["yesterday"]}), "utf-8")
+        assert invoke("order", "-o", tmp_path / "orders.jsonl", input="").exit_code == 0
+        assert read_lines(tmp_path / "orders.jsonl") == []
+
     def test_prompts_for_foreign_benchmarks_are_written_in_both_orders(self, tmp_path: Path) -> None:
         requests = asking("abc", "cba", "bca")
-        requests[1]["output_tokens"] = 3
+        requests[1]["output_tokens"], requests[2]["output_tokens"] = 3, None
         answers = order(*requests, options=["--prompts", str(tmp_path / "new" / "prompts"), "--output-tokens", "9"])
         found = [read_lines(tmp_path / "new" / "prompts" / name) for name in ("retrieval.jsonl", "ordered.jsonl")]
         builder = PromptBuilder()
@@ -132,7 +138,6 @@ class TestOrder:
             ),
             ({"documents": [{"id": "a", "text": "secret"}]}, 'add the question as "query"'),
             ({"documents": [], "query": "secret", "output_tokens": 0}, '"output_tokens" must be an integer'),
-            ({"documents": [], "query": "secret", "output_tokens": None}, '"output_tokens" must be an integer'),
         ],
     )
     def test_prompts_say_what_a_request_lacks(self, tmp_path: Path, wrong: dict[str, Any], said: str) -> None:
@@ -211,6 +216,8 @@ class TestOrderRefuses:
             (["/usr"], "/usr"),
             (["--keep-first", "1", "--keep-last", "1"], "exclude each other"),
             (["--max-wait", "3"], "--max-wait requires --batch"),
+            (["--batch", "--waiting", "3"], "--waiting and --batch exclude each other"),
+            (["--output-tokens", "3"], "--output-tokens requires --prompts"),
             (
                 ["--capacity-tokens", "lots"],
                 "'--capacity-tokens': 'lots' is no whole number: write 100000, 25.6k or 16K",
@@ -227,6 +234,32 @@ class TestOrderRefuses:
         done = invoke("order", *arguments, input="")
         assert done.exit_code == 2
         assert said in " ".join(done.stderr.split()) and "Usage: " in done.stderr and "Value error" not in done.stderr
+
+    @pytest.mark.parametrize("alias", [None, Path.symlink_to, Path.hardlink_to], ids=["same", "symlink", "hard link"])
+    @pytest.mark.parametrize(
+        ("named", "options"),
+        [
+            ("requests.jsonl", ["-o", "requests.jsonl"]),
+            ("retrieval.jsonl", ["--prompts", "."]),
+            ("ordered.jsonl", ["--prompts", "."]),
+        ],
+        ids=str,
+    )
+    def test_to_write_over_the_requests(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, options: list[str], alias: Any
+    ) -> None:
+        """Each order would be read as a request, for ever."""
+        monkeypatch.chdir(tmp_path)
+        source = Path("requests" if alias else named)
+        source.write_text(given := lines(*asking("ab", "ba")), "utf-8")
+        if alias:
+            alias(Path(named), source)
+        assert "the file of the requests" in refusal("order", source, *options)
+        assert source.read_text("utf-8") == given
+
+    def test_to_write_orders_and_prompts_into_one_file(self, tmp_path: Path) -> None:
+        told = refusal("order", "-o", tmp_path / "ordered.jsonl", "--prompts", tmp_path, input=lines(*asking("ab")))
+        assert "-o names a file of --prompts" in told
 
     def test_a_target_that_cannot_be_made(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
@@ -322,6 +355,18 @@ class TestOrderAsAProcess:
         ids = ["ü", "🙂", "\ud800", "\x00"]
         done = python("-m", "ragorder", "order", input=lines({"documents": ids}), PYTHONIOENCODING="ascii", LC_ALL="C")
         assert json.loads(done.stdout)["documents"] == ids
+
+    def test_a_device_may_be_both_input_and_output(self, python: Any) -> None:
+        """As a terminal is."""
+        assert python("-m", "ragorder", "order", "/dev/null", "-o", "/dev/null").stdout == ""
+
+    def test_refuses_to_append_to_the_requests(self, tmp_path: Path) -> None:
+        path = tmp_path / "requests.jsonl"
+        path.write_text(given := lines(request("abc")), "utf-8")
+        with path.open("rb") as source, path.open("ab") as target:
+            done = subprocess.run([SCRIPT, "order"], stdin=source, stdout=target, stderr=subprocess.PIPE, timeout=60)
+        assert done.returncode == 2 and b"the file of the requests" in done.stderr
+        assert path.read_text("utf-8") == given
 
     def test_a_reader_that_stops_is_no_crash(self) -> None:
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
