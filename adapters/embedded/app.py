@@ -184,7 +184,10 @@ class _Handlers:
                     await self._stream(translated, builder, updates, send)
                 else:
                     completions = await _completions(updates, len(translated.requests))
-                    await send_json(builder.complete(completions), send)
+                    answer = partial(builder.complete, completions)
+                    # Up to 21 texts a token are decoded for logprobs. Others do not wait for the thread.
+                    slow = any(each.logprobs for each in completions)
+                    await send_json(await self._run(answer) if slow else answer(), send)
 
     async def _stream(
         self,

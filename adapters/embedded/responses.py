@@ -18,6 +18,8 @@ DONE = b"data: [DONE]\n\n"
 
 # Replaces the logarithm of 0, which JSON cannot express.
 _NEVER = -9999.0
+# The tokenizers' text for an incomplete character.
+_BROKEN = "\ufffd"
 
 
 def event(content: Any) -> bytes:
@@ -48,7 +50,7 @@ class ResponseBuilder(ABC):
     def __init__(self, model: str, token_text: Callable[[int], str]) -> None:
         self._token_text = token_text
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        # The choices that have begun, and the length of their text so far.
+        # The choices that have begun, and the length of their tokens' texts so far.
         self._sent: dict[int, int] = {}
 
     def complete(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -67,7 +69,7 @@ class ResponseBuilder(ABC):
         if index not in self._sent:
             yield from self._opening(index)
         sent = self._sent.setdefault(index, 0)
-        self._sent[index] += len(update.text)
+        self._sent[index] += sum(len(self._token_text(each.token_id)) for each in update.logprobs)
         if not (update.text or update.logprobs or completion is not None):
             return
         piece = self._chunk_choice(update.text, self._logprobs(update.logprobs or None, sent))
@@ -141,7 +143,9 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         text = self._token_text(token_id)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+        # Those of a part of a character are not known.
+        content = None if _BROKEN in text else list(text.encode())
+        return {"token": text, "logprob": _finite(logprob), "bytes": content}
 
 
 def check(completion: Completion) -> None:

@@ -59,6 +59,8 @@ class RequestTranslator:
         self._max_characters = longest * max(widest, 1)
         options = () if tokenizer is None else inspect.signature(tokenizer.apply_chat_template).parameters
         self._own_options = frozenset(options) | {"messages"}
+        self._anchor = [] if tokenizer is None else tokenizer.encode("a", add_special_tokens=False)
+        self._anchor_text = "" if tokenizer is None else self._decode(self._anchor)
 
     def completion(self, content: bytes) -> TranslatedRequest[CompletionRequest]:
         body = read_request(content, CompletionRequest, self._max_model_len)
@@ -120,7 +122,11 @@ class RequestTranslator:
         return {"count": len(token_ids), "max_model_len": self._max_model_len, "tokens": token_ids, "token_strs": shown}
 
     def token_text(self, token_id: int) -> str:
-        return "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
+        """Return the text that a token adds to others: some decoders strip a space at the start of a text."""
+        if self._tokenizer is None:
+            return ""
+        text = self._decode([*self._anchor, token_id])
+        return text[len(self._anchor_text) :] if text.startswith(self._anchor_text) else self._decode([token_id])
 
     def _translated(
         self, body: B, prompts: Sequence[Sequence[int]], logprobs: int | None, max_tokens: int
@@ -166,7 +172,8 @@ class RequestTranslator:
 
     def _prefix_tokens(self, body: CommonRequest, token_ids: Sequence[int]) -> int:
         given = body.kv_transfer_params[FACTS].get(PREFIX)
-        if type(given) is int:
+        # Any other number would change the request's turn.
+        if type(given) is int and 0 <= given <= len(token_ids):
             return given
         return self._front(body, token_ids) if isinstance(body, ChatCompletionRequest) else 0
 
@@ -212,6 +219,9 @@ class RequestTranslator:
             raise self._too_long(field)
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return token_ids
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
 
     def _too_long(self, field: str) -> HTTPError:
         message = f"{field}: is longer than {self._max_model_len} tokens, the limit for prompt and answer together."

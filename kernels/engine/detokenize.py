@@ -39,7 +39,11 @@ class TextStream:
         if self._tokenizer is None or self.stopped:
             return ""
         self._tokens.append(token_id)
-        return self._emit(self._decode())
+        new = self._decode()
+        if not new and self._is_hidden(token_id):
+            # Otherwise a run of such tokens would be decoded again with each of them.
+            self._tokens.pop()
+        return self._emit(new)
 
     def finish(self) -> str:
         if self._tokenizer is None or self.stopped:
@@ -77,9 +81,13 @@ class TextStream:
                 break
         return tail
 
-    def _text_of(self, tokens: Sequence[int]) -> str:
+    def _is_hidden(self, token_id: int) -> bool:
+        """Return whether no text ever has this token. Others without text, such as single spaces, may get one."""
+        return not self._text_of([token_id]) and bool(self._text_of([token_id], hide=False))
+
+    def _text_of(self, tokens: Sequence[int], *, hide: bool = True) -> str:
         assert self._tokenizer is not None
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=hide, clean_up_tokenization_spaces=False)
         return text
 
     def _emit(self, new: str) -> str:

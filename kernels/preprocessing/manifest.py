@@ -74,7 +74,8 @@ class Manifest:
         self._vocabulary = vocabulary
         try:
             if read_only:
-                self._db = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True)
+                # Not mode=ro, which cannot undo what a killed process has begun; write-protected files are read, too.
+                self._db = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=rw", uri=True)
             else:
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
                 self._db = sqlite3.connect(path)
@@ -209,7 +210,7 @@ class Manifest:
         except ManifestError:
             raise
         except (sqlite3.Error, ValueError) as error:
-            raise ManifestError(f"{self._path} cannot be read ({_reason(error)}): build into another folder") from None
+            raise ManifestError(f"{self._path} cannot be read ({_reason(error)}): {_remedy(error)}") from None
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -225,6 +226,15 @@ def _reason(error: Exception) -> str:
     if isinstance(error, sqlite3.Error):
         return getattr(error, "sqlite_errorname", None) or "a column is not UTF-8 text"
     return "a text is not Unicode" if isinstance(error, UnicodeError) else str(error)
+
+
+def _remedy(error: Exception) -> str:
+    name = getattr(error, "sqlite_errorname", None) or ""
+    if name == "SQLITE_BUSY":
+        return "another process is changing it: try again later"
+    if name.startswith("SQLITE_READONLY") or name == "SQLITE_IOERR_DELETE":
+        return "a change was interrupted and must be undone: make the folder and its files writable, and try again"
+    return "build into another folder"
 
 
 def remove_documents(manifest: Manifest, store: ChunkStore, ids: Iterable[str]) -> None:

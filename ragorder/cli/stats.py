@@ -435,15 +435,22 @@ def disk_gib(size: int) -> int:
 
 
 def check_fits(folder: Path, disk_bytes: int) -> None:
-    from ragorder.kernels.preprocessing.manifest import ManifestError
+    from ragorder.kernels.preprocessing.manifest import ManifestError, NoBuildError
+    from ragorder.kernels.store.scan import stored_bytes
 
     try:
-        found = _read_build(folder)
-    except (ManifestError, OSError):
-        # There is no build, or the engine reports what is wrong with it.
+        try:
+            size, build = _read_build(folder).bytes, "a build"
+        except NoBuildError:
+            return
+        except ManifestError as error:
+            # Any of its chunks may belong to the build.
+            size, build = sum(stored_bytes(folder).values()), f"an unreadable build ({error})"
+    except OSError:
+        # The engine reports what is wrong with the folder.
         return
-    if found.bytes > disk_bytes:
+    if size > disk_bytes:
         raise click.UsageError(
-            f"{folder} holds a build of {found.bytes:,} bytes, and a disk tier of {disk_bytes:,} would evict a part "
-            f"of it: give --disk-bytes {disk_gib(found.bytes)}GiB"
+            f"{folder} holds {build} of {size:,} bytes, and a disk tier of {disk_bytes:,} would evict a part of it: "
+            f"give --disk-bytes {disk_gib(size)}GiB"
         )

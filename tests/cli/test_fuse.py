@@ -180,6 +180,38 @@ def test_a_server_with_less_disk_than_the_build_takes_does_not_start(built: Path
     assert figures(built)["stored"] == 4
 
 
+def kill_within_a_change(built: Path) -> None:
+    """Leave the manifest as a killed `ragorder fuse add` does: half changed, with the journal that undoes it."""
+    manifest, journal = built / "documents.sqlite", built / "documents.sqlite-journal"
+    halfway = {}
+    with closing(sqlite3.connect(manifest)) as db:
+        db.execute("PRAGMA cache_size = 1")
+        db.execute("UPDATE documents SET tokens = zeroblob(1 << 20)")
+        for path in (manifest, journal):
+            halfway[path] = path.read_bytes()
+        db.rollback()
+    for path, content in halfway.items():
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("stats KV", "with KV on the disk"),
+        ("fuse remove KV nobody", "no document 'nobody'"),
+        ("fuse add KV CORPUS", "0 of 4 documents are new"),
+        ("engine --model KV --disk-path KV --disk-bytes 1", "would evict a part of it"),
+    ],
+)
+def test_the_first_command_after_a_killed_change_undoes_it(built: Path, corpus: Path, command: str, said: str) -> None:
+    before = figures(built)
+    kill_within_a_change(built)
+    paths = {"KV": built, "CORPUS": corpus}
+    done = run_command(main, *(paths.get(word, word) for word in command.split()))
+    assert said in " ".join(done.output.split())
+    assert figures(built) == before
+
+
 def test_what_is_no_build_or_another_models_is_said(
     corpus: Path, options: list[Any], built: Path, tmp_path: Path
 ) -> None:
@@ -223,6 +255,20 @@ class TestADamagedManifest:
             assert done.exit_code != 0
             assert "documents.sqlite cannot be read (" in said or "the build has no document 'd1'" in said, command
             assert "hunter2" not in said
+
+    @pytest.mark.parametrize(("room", "starts"), [(-1, False), (0, True)])
+    def test_lets_a_server_start_only_if_its_disk_tier_takes_all_that_is_there(
+        self, built: Path, room: int, starts: bool
+    ) -> None:
+        """Any of it may be the build's, whose size is not known."""
+        shown = figures(built)
+        size = shown["bytes"] + shown["other_bytes"]
+        self.damage(built, DAMAGE["a table that is gone"])
+        done = run_command(main, "engine", "--model", built, "--disk-path", built, "--disk-bytes", size + room)
+        said = " ".join(done.stderr.split())
+        assert (f"a disk tier of {size - 1:,} would evict a part of it" in said) is not starts
+        # The folder has no model.
+        assert (f"--model {built}: " in said) is starts
 
     def test_with_tokens_that_the_model_does_not_have_is_given_to_no_model(self, built: Path, tmp_path: Path) -> None:
         self.damage(built, "UPDATE documents SET tokens = x'FFFFFF7F00000000'")

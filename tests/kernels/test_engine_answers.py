@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,6 +167,31 @@ class TestText:
             longest = max(longest, silent)
         assert longest <= 12
         assert len(stream.text) > 100
+
+    @pytest.mark.parametrize("text", TEXTS)
+    def test_special_tokens_anywhere_change_nothing(self, tokenizer: Any, text: str) -> None:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        stream = TextStream(tokenizer, [])
+        for token in ids:
+            for each in (token, *[tokenizer.eos_token_id] * 12):
+                stream.push(each)
+        stream.finish()
+        assert stream.text == text
+
+    @pytest.mark.parametrize("before", ["The cat", "é"], ids=["after a word", "after parts of characters"])
+    def test_a_run_of_special_tokens_is_not_decoded_again_and_again(self, tokenizer: Any, before: str) -> None:
+        lengths = []
+
+        def decode(ids: Sequence[int], **options: Any) -> str:
+            lengths.append(len(ids))
+            return str(tokenizer.decode(ids, **options))
+
+        stream = TextStream(SimpleNamespace(decode=decode), [])
+        for token in tokenizer.encode(before, add_special_tokens=False)[:-1] * 9:
+            stream.push(token)
+        for _ in range(200):
+            stream.push(tokenizer.eos_token_id)
+        assert max(lengths) < 40
 
     @pytest.mark.parametrize(
         ("stops", "text"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from copy import deepcopy
 from typing import Any
 
@@ -70,10 +71,12 @@ class TestCompletions:
         assert answer["usage"]["prompt_tokens"] == sum(each["usage"]["prompt_tokens"] for each in alone)
         assert answer["usage"]["completion_tokens"] == 24
 
+    # A hot model also draws parts of characters, whose text is held back.
+    @pytest.mark.parametrize("drawn", [{}, {"temperature": 5, "seed": 1, "max_tokens": 32, "ignore_eos": True}])
     @pytest.mark.parametrize("fields", [{}, {"logprobs": 1, "stream_options": {"include_usage": True}}])
-    async def test_stream_the_same(self, client: Client, fields: dict[str, Any]) -> None:
-        whole = await complete(client, ["a is", "b is"], logprobs=fields.get("logprobs"))
-        events = await streamed(client, COMPLETIONS, {"prompt": ["a is", "b is"], **fields})
+    async def test_stream_the_same(self, client: Client, fields: dict[str, Any], drawn: dict[str, Any]) -> None:
+        whole = await complete(client, ["a is", "b is"], logprobs=fields.get("logprobs"), **drawn)
+        events = await streamed(client, COMPLETIONS, {"prompt": ["a is", "b is"], **fields, **drawn})
         if fields:
             last = events.pop()
             assert (last["choices"], last["usage"]) == ([], whole["usage"])
@@ -84,8 +87,8 @@ class TestCompletions:
             assert len(pieces) > 1
             assert "".join(piece["text"] for piece in pieces) == choice["text"]
             assert pieces[-1]["finish_reason"] == choice["finish_reason"]
-            for field in ("tokens", "token_logprobs") if fields else ():
-                told = [each for piece in pieces for each in piece["logprobs"][field]]
+            for field in ("tokens", "token_logprobs", "text_offset") if fields else ():
+                told = [each for piece in pieces if piece["logprobs"] for each in piece["logprobs"][field]]
                 assert told == pytest.approx(choice["logprobs"][field])
 
     async def test_stop_before_a_text(self, client: Client) -> None:
@@ -120,6 +123,35 @@ class TestCompletions:
             assert max(top, key=top.__getitem__) == token, "greedy takes the likeliest"
             assert top[token] == pytest.approx(logprob, abs=1e-5)
 
+    async def test_tell_the_spaces_of_tokens_that_decoders_strip_at_the_start_of_a_text(self, load: Load) -> None:
+        """As those of Llama 2 and Mistral do."""
+        from tokenizers import decoders
+
+        worker = load()
+        parts = [decoders.Replace("Ġ", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        worker.engine.tokenizer.backend_tokenizer.decoder = decoders.Sequence(parts)
+        async with reaching(make_engine_app(worker)) as client:
+            choice = (await complete(client, logprobs=1, ignore_eos=True))["choices"][0]
+        assert " " in choice["text"]
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+
+    async def test_texts_of_tokens_are_not_decoded_in_the_event_loop(self, load: Load) -> None:
+        """An answer with logprobs has up to 21 a token."""
+        worker = load()
+        tokenizer = worker.engine.tokenizer
+        decode, threads = tokenizer.decode, set()
+
+        def noted(*arguments: Any, **options: Any) -> Any:
+            threads.add(threading.get_ident())
+            return decode(*arguments, **options)
+
+        tokenizer.decode = noted
+        async with reaching(make_engine_app(worker)) as client:
+            threads.clear()
+            assert (await complete(client, logprobs=1))["choices"][0]["logprobs"]
+            assert (await chat(client, logprobs=True))["choices"][0]["logprobs"]
+        assert threads and threading.get_ident() not in threads
+
 
 class TestChats:
     async def test_are_rendered_by_the_models_template(self, client: Client, worker: EngineWorker) -> None:
@@ -151,6 +183,13 @@ class TestChats:
                 assert bytes(each["bytes"]).decode() == each["token"]
                 assert len(likeliest) == number
                 assert likeliest[:1] == [each["token"]][:number]
+
+    async def test_tell_no_bytes_of_tokens_that_are_parts_of_characters(self, client: Client) -> None:
+        drawn = {"temperature": 5, "seed": 1, "max_tokens": 64, "ignore_eos": True}
+        content = (await chat(client, logprobs=True, **drawn))["choices"][0]["logprobs"]["content"]
+        parts = ["\ufffd" in each["token"] for each in content]
+        assert [each["bytes"] is None for each in content] == parts
+        assert any(parts) and not all(parts)
 
     async def test_special_tokens_are_what_the_tokenizer_makes_of_them(
         self, client: Client, worker: EngineWorker

@@ -35,6 +35,7 @@ from support.waiting import eventually
 
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.embedded import EngineWorker, make_engine_app
+from ragorder.adapters.embedded.app import translator_of
 from ragorder.adapters.openai.pipelined import PipelinedClient, Question
 from ragorder.cli import main
 from ragorder.kernels.engine import EngineSettings
@@ -178,6 +179,18 @@ class TestDocuments:
     async def test_malformed_facts_refuse_no_request(self, said: Any, client: Client) -> None:
         plain = await complete(client)
         assert (await complete(client, kv_transfer_params=said))["choices"] == plain["choices"]
+
+    @pytest.mark.parametrize("prefix", [-1, -(10**9), 10**9, 10**400, True, "7"], ids=lambda each: str(each)[:12])
+    async def test_a_false_prefix_is_not_believed(self, worker: EngineWorker, prefix: Any) -> None:
+        """A negative one would put its request before all others."""
+        translator = translator_of(worker.engine)
+        chatting = {"messages": [SYSTEM, {"role": "user", "content": TEXTS["a"]}]}
+        for translate, asked in ((translator.completion, {"prompt": TEXTS["a"]}), (translator.chat, chatting)):
+            without, false = (
+                translate(json.dumps({**asked, **facts(30, **said)}).encode()).requests[0]
+                for said in ({}, {"prefix": prefix})
+            )
+            assert false == without
 
 
 class TestFusion:
