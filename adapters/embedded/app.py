@@ -185,7 +185,7 @@ class _Handlers:
                 else:
                     completions = await _completions(updates, len(translated.requests))
                     answer = partial(builder.complete, completions)
-                    # Up to 21 texts a token are decoded for logprobs. Others do not wait for the thread.
+                    # Logprobs are up to 21 texts a token to decode. Without them there is no need for the thread.
                     slow = any(each.logprobs for each in completions)
                     await send_json(await self._run(answer) if slow else answer(), send)
 

@@ -172,7 +172,7 @@ class RequestTranslator:
 
     def _prefix_tokens(self, body: CommonRequest, token_ids: Sequence[int]) -> int:
         given = body.kv_transfer_params[FACTS].get(PREFIX)
-        # Any other number would change the request's turn.
+        # Any other number would move the request in the queue.
         if type(given) is int and 0 <= given <= len(token_ids):
             return given
         return self._front(body, token_ids) if isinstance(body, ChatCompletionRequest) else 0

@@ -49,20 +49,21 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 
 def endpoint_of_rank(endpoint: str, rank: int) -> str:
-    """Return where vLLM's data-parallel rank publishes: ranks use consecutive ports, but all of them port 0."""
+    """Return the endpoint of one of vLLM's data-parallel ranks: the rank is added to the port, unless that is 0."""
     address, _, port = endpoint.rpartition(":")
-    counts = rank and endpoint.startswith("tcp://") and port.isdecimal() and int(port)
-    return f"{address}:{int(port) + rank}" if counts else endpoint
+    if not endpoint.startswith("tcp://") or not port.isdecimal() or int(port) == 0:
+        return endpoint
+    return f"{address}:{int(port) + rank}"
 
 
 def events_in(batch: Any) -> tuple[list[Any], int]:
     """Return a decoded batch's events and its data-parallel rank."""
-    # Some versions of vLLM send the batch as a map.
-    events, rank = (
-        (batch["events"], batch.get("data_parallel_rank"))
-        if isinstance(batch, dict)
-        else (batch[1], batch[2] if len(batch) > 2 else 0)
-    )
+    if isinstance(batch, dict):
+        # Some versions of vLLM send a map.
+        events, rank = batch["events"], batch.get("data_parallel_rank")
+    else:
+        _, events, *rest = batch
+        rank = rest[0] if rest else 0
     return list(events), rank if isinstance(rank, int) else 0
 
 

@@ -151,7 +151,7 @@ class OrderDocuments:
             await self._exchange(route, scope, receive, send)
 
     async def _lists_models(self, scope: Scope, receive: Receive) -> bool:
-        """Ask the application, which checks keys after this layer."""
+        """Return whether the application, which checks keys after this layer, lists its models to the caller."""
         statuses: list[int] = []
 
         async def note(message: Message) -> None:

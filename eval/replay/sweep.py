@@ -12,6 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from ragorder.common.processes import submit_all
 from ragorder.errors import RagorderError
 from ragorder.eval.data.names import choices
 from ragorder.eval.engines.capacity import Capacity
@@ -50,11 +51,7 @@ def run_jobs(
     told, stop = context.RawArray("q", len(jobs)), context.RawValue("b", 0)
     with ProcessPoolExecutor(processes, context, _begin, (log, setup, told, stop)) as pool:
         try:
-            try:
-                futures = [pool.submit(_work, number, job) for number, job in enumerate(jobs)]
-            except (OSError, ValueError) as error:
-                # A process that ended while others were started has closed the pool's pipes.
-                raise BrokenProcessPool from error
+            futures = submit_all(pool, _work, enumerate(jobs))
             _watch(futures, told, advance)
             return [future.result() for future in futures]
         except BrokenProcessPool:

@@ -292,8 +292,7 @@ class TestWhatLeavesHostMemoryComesBackFromDisk:
         held: set[bytes] = set()
         for event in disk.take_events():
             held = held - set(event.keys) if event.removed else held | set(event.keys)
-        assert held == {key for key in keys if disk.lookup(key, context) is vllm().LookupResult.HIT}
-        assert len(held) == 2
+        assert held == {key for key in keys if disk.lookup(key, context) is vllm().LookupResult.HIT} != set()
 
     def test_chunks_that_are_to_be_loaded_make_no_room_for_others(self, engine: Make) -> None:
         served = engine(disk_bytes=4 * ON_DISK)

@@ -178,8 +178,9 @@ class TestTemplates:
         ],
     )
     def test_special_tokens_are_refused_since_they_would_be_escaped(self, name: str, template: str, sent: str) -> None:
+        options: dict[str, Any] = {name: template}
         with pytest.raises(ValueError, match=f"{name} has a special token.*{re.escape(sent)}"):
-            PromptBuilder(**{name: template})  # type: ignore[arg-type]
+            PromptBuilder(**options)
 
     def test_special_tokens_of_the_served_model_alone_are_refused(self, tokenizers: dict[str, Any]) -> None:
         tokenizer = deepcopy(tokenizers["chatml"])

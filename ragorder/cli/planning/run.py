@@ -23,6 +23,7 @@ import click
 
 from ragorder.cli.planning.requests import RequestToOrder, order_line, read_requests
 from ragorder.cli.planning.store import RequestStore
+from ragorder.common.processes import submit_all
 from ragorder.common.request_lines import UnreadFields
 from ragorder.errors import RagorderError
 from ragorder.trie.shards import PlannedRequest, ShardPaths, ShardRequest, plan_requests
@@ -207,13 +208,7 @@ def _in_processes(work: Path, shards: Sequence[int], processes: int) -> Iterator
     others = set(active_children())
     pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start_worker)
     try:
-        try:
-            planned = [pool.submit(plan, shard) for shard in shards]
-        except (OSError, ValueError) as error:
-            # A process that ended while others were started has closed the pool's pipes: they are lacking, or others
-            # have their numbers.
-            raise BrokenProcessPool from error
-        for done in as_completed(planned):
+        for done in as_completed(submit_all(pool, plan, ((shard,) for shard in shards))):
             yield done.result()
     except BaseException:
         # Nobody waits for the shards that are being planned.
